@@ -1,0 +1,29 @@
+"""clipwise trains PyTorch models under (ε, δ)-differential privacy without a clipping threshold to tune."""
+
+from .accounting import calibrate as calibrate
+from .accounting import epsilon as epsilon
+from .clipping import clipped_sum as clipped_sum
+from .engine.check import check_op_rule as check_op_rule
+from .engine.contributions import Dense as Dense
+from .engine.contributions import Outer as Outer
+from .engine.contributions import Rows as Rows
+from .engine.ops import OpRule as OpRule
+from .engine.preflight import preflight as preflight
+from .ledger import Ledger as Ledger
+from .ledger import read_ledger as read_ledger
+from .plan import Plan as Plan
+from .rules import PSAC as PSAC
+from .rules import Abadi as Abadi
+from .rules import AutoS as AutoS
+from .rules import AutoV as AutoV
+from .rules import Global as Global
+from .rules import PerLayer as PerLayer
+from .rules import Reparam as Reparam
+from .rules import Rule as Rule
+from .rules import check_rule as check_rule
+from .sampling import PoissonBatch as PoissonBatch
+from .thresholds import FixedThreshold as FixedThreshold
+from .training import PrivateTraining as PrivateTraining
+from .training import privatize as privatize
+
+__version__ = "0.1.0"

@@ -1,0 +1,5 @@
+"""What privacy costs. Descriptions (events) and computations (accountants from dp-accounting) are apart."""
+
+from .accountants import epsilon as epsilon
+from .calibrate import calibrate as calibrate
+from .events import StepEvent as StepEvent

@@ -1,0 +1,82 @@
+"""A batch as a tree of tensors with the examples on the first axis: size, slices, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BatchShape
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tree with every tensor changed. Knows dicts, mappings, lists, tuples, named tuples.
+
+    >>> map_tensors({"x": torch.tensor([1.0]), "id": "a"}, lambda x: x + 1)
+    {'x': tensor([2.]), 'id': 'a'}
+    """
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        changed = {key: map_tensors(item, change) for key, item in tree.items()}
+        return changed if type(tree) is dict else _rebuilt(tree, changed)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(item, change) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(item, change) for item in tree)
+    return tree
+
+
+def _rebuilt(tree: Mapping[str, Any], items: dict[str, Any]) -> Any:
+    try:
+        return type(tree)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors of a batch."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors(item)
+
+
+def batch_size(data: Any) -> int:
+    """How many examples a collated batch holds.
+
+    >>> batch_size((torch.zeros(3, 2), torch.zeros(3)))
+    3
+    """
+    sizes = {x.shape[0] if x.dim() else -1 for x in tensors(data)}
+    if len(sizes) != 1 or -1 in sizes:
+        raise BatchShape(
+            f"A batch must hold tensors that all have the examples as their first axis; first axes found: "
+            f"{sorted(sizes)}. Change the collate function so that every tensor has one row per example."
+        )
+    return sizes.pop()
+
+
+def check_size(data: Any, size: int) -> None:
+    """Refuse a collate function that merged or dropped examples."""
+    found = batch_size(data)
+    if found != size:
+        raise BatchShape(
+            f"The collate function made {found} rows of {size} examples. Packing, merging or dropping examples mixes "
+            "their gradients; collate one row per example."
+        )
+
+
+def padded_slice(data: Any, start: int, stop: int, rows: int) -> tuple[Any, Tensor]:
+    """Rows start…stop, the last one repeated up to `rows`, and the mask of the real ones."""
+    index = torch.arange(start, start + rows).clamp(max=stop - 1)
+    mask = torch.arange(rows) < stop - start
+    if rows == stop - start:
+        return map_tensors(data, lambda x: x[start:stop]), mask
+    return map_tensors(data, lambda x: x[index.to(x.device)]), mask

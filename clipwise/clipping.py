@@ -1,0 +1,95 @@
+"""From an engine's norms to the clipped sum: the rule's weights, and the bound that noise is scaled by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _check
+from ._types import ClippedSum, Engine, LossFn, sum_dtype, unit_roundoff
+from .batch import batch_size
+from .engine import Gradients, OpRule, Tape, vmap_gradients
+from .rules import PSAC, Groups, Rule
+
+_ROUNDINGS = 4  # roundings of the accumulated sum that one more example can change, per example, in units of u·S
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name; a tied one appears once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def with_rounding(sensitivity: float, dtypes: set[torch.dtype], examples: float) -> float:
+    """S plus what rounding can add: adding one example changes how the sum over all the others rounds.
+
+    The sum of b clipped examples is at most b·S long and each of its entries is rounded relative to its
+    own size, so the change is of the order b·u·S; `_ROUNDINGS` is its constant (docs/engine.md).
+    """
+    u = max(unit_roundoff(sum_dtype(dtype)) for dtype in dtypes)
+    return sensitivity * (1 + _ROUNDINGS * u * max(examples, 1))
+
+
+def clip(
+    gradients: Gradients, rule: Rule, clip_norm: float, groups: Groups, mask: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Σ_i w(n_i)·g_i and the norms [b, layers]. An example with a NaN or inf anywhere contributes exactly 0."""
+    norms = gradients.norms(groups)
+    keep = torch.isfinite(norms).all(dim=1)
+    if mask is not None:
+        keep = keep & mask.to(keep.device)
+    return gradients.weighted_sum(rule.weights(norms, clip_norm), keep, groups), norms
+
+
+def engine_gradients(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    size: int,
+    engine: Engine = "bookkeeping",
+    op_rules: Mapping[Any, OpRule] | None = None,
+) -> Gradients:
+    """One forward and one backward pass of `size` examples."""
+    if engine == "vmap":
+        return vmap_gradients(model, loss_fn, data, size)
+    tape = Tape(model, data, size, op_rules)
+    with torch.enable_grad(), tape:
+        losses = loss_fn(model, data)
+    return tape.backward(losses)
+
+
+def clipped_sum(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    rule: Rule | None = None,
+    clip_norm: float = 1.0,
+    *,
+    engine: Engine = "bookkeeping",
+    op_rules: Mapping[Any, OpRule] | None = None,
+) -> ClippedSum:
+    """The clipped gradient sum of one batch: the building block, no noise, for those who know.
+
+    Guarantee: adding or removing one example changes `.grads` by at most `.sensitivity`, provided that the
+    model treats examples independently (`clipwise.preflight` checks that). Nothing is released.
+
+    >>> from clipwise import Abadi
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> out = clipped_sum(model, lambda m, x: m(x)[:, 0], torch.tensor([[3.0, 4.0]]), Abadi(), clip_norm=1.0)
+    >>> out.norms, out.grads["weight"]
+    (tensor([5.0000], dtype=torch.float64), tensor([[0.6000, 0.8000]]))
+    """
+    rule = PSAC() if rule is None else rule
+    _check.positive(clip_norm=clip_norm)
+    _check.one_of(("bookkeeping", "vmap"), engine=engine)
+    parameters = trainable(model)
+    groups = rule.groups(list(parameters))
+    size = batch_size(batch)
+    gradients = engine_gradients(model, loss_fn, batch, size, engine, op_rules)
+    grads, norms = clip(gradients, rule, clip_norm, groups)
+    bound = with_rounding(
+        rule.sensitivity(clip_norm, len(groups)), {p.dtype for p in parameters.values()}, size
+    )
+    return ClippedSum(grads, norms[:, 0] if len(groups) == 1 else norms, bound, gradients.losses)

@@ -1,0 +1,10 @@
+"""Per-example gradient norms and weighted gradient sums. Knows no clip norm and no noise."""
+
+from .contributions import Dense as Dense
+from .contributions import Outer as Outer
+from .contributions import Rows as Rows
+from .fallback import vmap_gradients as vmap_gradients
+from .gradients import Gradients as Gradients
+from .ops import Call as Call
+from .ops import OpRule as OpRule
+from .tape import Tape as Tape

@@ -1,0 +1,109 @@
+"""Derived parameters: `w.float()`, `w.T`, `1 + w`, `w.expand(b, …)`, a positional embedding of arange, weight norm.
+
+A derived parameter is a value computed from parameters and constants alone. Its gradient is pushed
+back to the parameters through the derivation, kept as an ordinary autograd graph (the shadow) over
+detached copies of the parameters, in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._types import sum_dtype
+from .contributions import Contribution, Dense, Outer, materialise
+
+Kind = Literal["same", "transposed", "other"]
+
+CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"})
+_TRANSPOSES = frozenset({"t", "transpose", "swapaxes", "swapdims"})
+_RANDOM = frozenset({"dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand_like", "randn_like", "normal"})
+
+
+@dataclass(eq=False)
+class Source:
+    """A parameter as the engine sees it: its name, its detached value, and the leaf that shadows start from."""
+
+    name: str
+    parameter: nn.Parameter
+    value: Tensor = field(init=False)
+    shadow: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Detach: autograd never computes the ordinary weight gradient."""
+        self.value = self.parameter.detach()
+        self.shadow = self.value.to(sum_dtype(self.value.dtype)).detach().requires_grad_()
+
+    @property
+    def names(self) -> list[str]:
+        """For messages."""
+        return [self.name]
+
+
+@dataclass(eq=False)
+class Derived:
+    """A value that depends on `sources` only; `kind` says whether its gradient is a reshuffled parameter gradient."""
+
+    value: Tensor
+    shadow: Tensor
+    sources: list[Source]
+    kind: Kind
+
+    @property
+    def names(self) -> list[str]:
+        """For messages."""
+        return [source.name for source in self.sources]
+
+    def as_source(self, use: Contribution) -> tuple[Source, Contribution] | None:
+        """The same contribution to the parameter itself, where the derivation is a cast or a transpose."""
+        if self.kind == "same":
+            return self.sources[0], use
+        if self.kind == "transposed" and isinstance(use, Outer) and use.left.shape[1] == 1:
+            return self.sources[0], use.swapped()
+        return None
+
+    def push_back(self, uses: Sequence[Contribution]) -> list[tuple[Source, Dense]]:
+        """Per-example gradients of the parameters, through the derivation, for all uses together."""
+        total = sum(materialise(use, self.value.shape) for use in uses)
+        assert isinstance(total, Tensor)
+        shadows = [source.shadow for source in self.sources]
+        grads = torch.autograd.grad(
+            self.shadow,
+            shadows,
+            total.to(self.shadow.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return [(s, Dense(g)) for s, g in zip(self.sources, grads, strict=True) if g is not None]
+
+
+def kind_of(name: str, inputs: Sequence[Source | Derived], out: Tensor) -> Kind:
+    """Does the op `name` keep the gradient's entries, in place or transposed?"""
+    if len(inputs) != 1:
+        return "other"
+    (given,) = inputs
+    kind: Kind = given.kind if isinstance(given, Derived) else "same"
+    if name in CASTS and given.value.shape == out.shape:
+        return kind
+    if name in _TRANSPOSES and given.value.dim() == 2 and out.shape == given.value.shape[::-1]:
+        return {"same": "transposed", "transposed": "same", "other": "other"}[kind]  # type: ignore[return-value]
+    return "other"
+
+
+def is_random(name: str) -> bool:
+    """Ops that must not be run twice."""
+    return name in _RANDOM
+
+
+def op_name(func: Any) -> str:
+    """`linear`, `__add__`, `T`: as a person would say it."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+        return "t" if name in ("T", "mT", "H", "mH") else name
+    return str(name)

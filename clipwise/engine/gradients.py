@@ -1,0 +1,50 @@
+"""What an engine gives: losses, norms, and clipped sums for given weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .._types import sum_dtype
+from .reduce import Reduced
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Per-example gradients of one batch, not materialised unless that was cheaper. All of it is secret."""
+
+    losses: Tensor
+    reduced: Mapping[str, Reduced | None]  # None: the parameter was not used
+    parameters: Mapping[str, nn.Parameter]
+
+    @property
+    def unused(self) -> list[str]:
+        """Parameters that no example's loss depends on."""
+        return [name for name, r in self.reduced.items() if r is None]
+
+    def norms(self, groups: Sequence[Sequence[str]]) -> Tensor:
+        """Upper bounds of the norms per group of parameters, float64, shape [b, groups]."""
+        zero = torch.zeros(len(self.losses), dtype=torch.float64, device=self.losses.device)
+        squared = {name: zero if r is None else r.squared_norms().to(zero) for name, r in self.reduced.items()}
+        columns = [sum((squared[name] for name in group), zero).sqrt() for group in groups]
+        return torch.stack(columns, dim=1)
+
+    def weighted_sum(self, weights: Tensor, keep: Tensor, groups: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        """Σ_i w_i·g_i per parameter; examples outside `keep` count as if they were not there.
+
+        Frees each parameter's recorded tensors as soon as it is summed, so it can be called once.
+        """
+        sums: dict[str, Tensor] = {}
+        for column, group in zip(weights.unbind(1), groups, strict=True):
+            for name in group:
+                parameter, reduced = self.parameters[name], self.reduced[name]
+                dtype = sum_dtype(parameter.dtype)
+                if reduced is None:
+                    sums[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                else:
+                    total = reduced.weighted_sum(column.to(parameter.device), keep.to(parameter.device))
+                    sums[name] = total.to(parameter.device, dtype)
+        return sums

@@ -1,0 +1,299 @@
+"""Op rules: how each op turns its input and the gradient at its output into per-example parameter gradients.
+
+A rule sees one call of one op: the arguments by name (parameters as plain values), and `grad`, the
+gradient at the op's output. It yields, for each trainable argument, a Contribution. Batch-major or
+refuse: the first axis of input and output runs over the examples, or over examples × positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import CrossExampleOp, UnsupportedOp
+from .contributions import Contribution, Dense, Outer, Rows
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call: the op's name, its arguments by name, which of them are trained, and b."""
+
+    op: str
+    values: Mapping[str, Any]
+    trained: frozenset[str]
+    size: int
+
+    def batch_major(self, x: Tensor, features: int) -> Tensor:
+        """View [b·k, …, *features] as [b, t, *features]."""
+        if x.dim() <= features or x.shape[0] % self.size:
+            raise UnsupportedOp(
+                f"{self.op}: an input of shape {tuple(x.shape)} does not have the {self.size} examples as its first "
+                "axis, so per-example gradients cannot be told apart. Keep the batch axis first."
+            )
+        shape = x.shape[x.dim() - features :]
+        return x.reshape(self.size, -1, *shape)
+
+
+Uses = Iterator[tuple[str, Contribution]]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """A rule for one op. `check_op_rule` compares it with brute force.
+
+    Attributes:
+        arguments: the op's argument names, in order.
+        parameters: those that may be trained; every other must not depend on a trained parameter alone.
+        keep: the arguments that `uses` reads later; their tensors must not change in place.
+        uses: yields (argument name, Contribution) for the trained arguments of a call.
+        check: refuses calls that the rule cannot take.
+    """
+
+    arguments: tuple[str, ...]
+    parameters: frozenset[str]
+    keep: frozenset[str]
+    uses: Callable[[Call, Tensor], Uses]
+    check: Callable[[Call], None] = lambda call: None
+
+
+def _outer(left: Tensor, right: Tensor) -> Outer:
+    return Outer(left[:, None], right[:, None])
+
+
+def _linear(call: Call, grad: Tensor) -> Uses:
+    g = call.batch_major(grad, 1)
+    if "weight" in call.trained:
+        yield "weight", _outer(g, call.batch_major(call.values["input"], 1))
+    if "bias" in call.trained:
+        yield "bias", Dense(g.sum(1))
+
+
+def _addmm(call: Call, grad: Tensor) -> Uses:
+    g = call.batch_major(grad, 1)
+    if "mat2" in call.trained:
+        yield "mat2", _outer(call.batch_major(call.values["mat1"], 1) * call.values.get("alpha", 1), g)
+    if "input" in call.trained:
+        bias = call.values["input"]
+        if bias.dim() > 1 and bias.shape[0] != 1:
+            raise UnsupportedOp("addmm: a trained bias must be a vector, one entry per output column.")
+        total = g.sum(1) * call.values.get("beta", 1)
+        yield "input", Dense(total.sum(-1) if bias.shape[-1] == 1 and g.shape[-1] != 1 else total)
+
+
+def _matmul(call: Call, grad: Tensor) -> Uses:
+    left, right = call.values["input"], call.values["other"]
+    if "other" in call.trained and right.dim() == 2:
+        yield "other", _outer(call.batch_major(left, 1), call.batch_major(grad, 1))
+    elif "other" in call.trained and right.dim() == 1:
+        a = call.batch_major(left, 1)
+        yield "other", Dense((a * grad.reshape(*a.shape[:2], 1)).sum(1))
+    elif left.dim() == 2:  # parameter on the left: [p, d] @ [b, …, d, n]
+        yield "input", _outer(call.batch_major(grad.mT, 1), call.batch_major(right.mT, 1))
+    else:
+        a = call.batch_major(right.mT, 1)
+        yield "input", Dense((a * grad.reshape(*a.shape[:2], 1)).sum(1))
+
+
+def _check_matmul(call: Call) -> None:
+    left, right = call.values["input"], call.values["other"]
+    if "other" in call.trained and right.dim() <= 2 and left.dim() >= 2:
+        return
+    if "input" in call.trained and left.dim() <= 2 and right.dim() >= 3:
+        return
+    raise UnsupportedOp(
+        f"matmul of {tuple(left.shape)} and {tuple(right.shape)}: a trained factor must be a vector or a matrix, and "
+        "the other one must have the examples as its first axis. Use nn.Linear, or expand the parameter over the batch."
+    )
+
+
+def _embedding(call: Call, grad: Tensor) -> Uses:
+    index = call.values["input"].reshape(call.size, -1)
+    rows = call.batch_major(grad, 1)
+    padding = call.values.get("padding_idx")
+    if padding is not None and padding != -1:
+        padding = padding % call.values["weight"].shape[0]
+        rows = torch.where((index == padding)[:, :, None], torch.zeros((), dtype=rows.dtype, device=rows.device), rows)
+    yield "weight", Rows(index, rows)
+
+
+def _check_embedding(call: Call) -> None:
+    if call.values.get("max_norm") is not None:
+        raise UnsupportedOp("embedding: max_norm rewrites the table from the batch's own indices. Leave it out.")
+    if call.values.get("scale_grad_by_freq"):
+        raise CrossExampleOp("embedding: scale_grad_by_freq divides by counts over the whole batch. Leave it out.")
+    index = call.values["input"]
+    if index.dim() == 0 or index.shape[0] % call.size:
+        raise UnsupportedOp(
+            f"embedding: indices of shape {tuple(index.shape)} do not have the {call.size} examples as first axis."
+        )
+
+
+def _trailing(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
+    """Scale and shift over the trailing axes (layer norm, RMS norm)."""
+    features = len(call.values["normalized_shape"])
+    if "weight" in call.trained:
+        yield "weight", Dense(call.batch_major(grad * normalised, features).sum(1))
+    if "bias" in call.trained:
+        yield "bias", Dense(call.batch_major(grad, features).sum(1))
+
+
+def _layer_norm(call: Call, grad: Tensor) -> Uses:
+    x, shape = call.values["input"], call.values["normalized_shape"]
+    return _trailing(call, grad, F.layer_norm(x, shape, eps=call.values.get("eps", 1e-5)))
+
+
+def _rms_norm(call: Call, grad: Tensor) -> Uses:
+    return _trailing(
+        call, grad, F.rms_norm(call.values["input"], call.values["normalized_shape"], eps=call.values.get("eps"))
+    )
+
+
+def _channels(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
+    """Scale and shift per channel, the second axis (group, instance and frozen batch norm)."""
+
+    def per_channel(x: Tensor) -> Tensor:
+        return x.reshape(call.size, -1, x.shape[1], math.prod(x.shape[2:])).sum((1, 3))
+
+    if "weight" in call.trained:
+        yield "weight", Dense(per_channel(grad * normalised))
+    if "bias" in call.trained:
+        yield "bias", Dense(per_channel(grad))
+
+
+def _group_norm(call: Call, grad: Tensor) -> Uses:
+    normalised = F.group_norm(call.values["input"], call.values["num_groups"], eps=call.values.get("eps", 1e-5))
+    return _channels(call, grad, normalised)
+
+
+def _instance_norm(call: Call, grad: Tensor) -> Uses:
+    return _channels(call, grad, F.instance_norm(call.values["input"], eps=call.values.get("eps", 1e-5)))
+
+
+def _check_instance_norm(call: Call) -> None:
+    if call.values.get("running_mean") is not None:
+        raise CrossExampleOp(
+            "instance_norm with track_running_stats averages the examples in a buffer that is never noised. "
+            "Build it with track_running_stats=False."
+        )
+
+
+def _batch_norm(call: Call, grad: Tensor) -> Uses:
+    v = call.values
+    normalised = F.batch_norm(v["input"], v["running_mean"], v["running_var"], eps=v.get("eps", 1e-5))
+    return _channels(call, grad, normalised)
+
+
+def check_batch_norm(values: Mapping[str, Any]) -> None:
+    """Batch norm in training mode mixes examples, trained or not."""
+    if values.get("training", False) or values.get("running_mean") is None:
+        raise CrossExampleOp(
+            "batch_norm normalises each example by the others of its batch, so one example influences every "
+            "gradient. Replace it by group norm (nn.GroupNorm), or put it into eval mode."
+        )
+
+
+def _pairs(value: Any, dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * (dims if len(value) == 1 else 1)
+
+
+def _pad_same(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
+    pads: list[int] = []
+    for k, step in zip(reversed(kernel), reversed(dilation), strict=True):
+        total = step * (k - 1)
+        pads += [total // 2, total - total // 2]
+    return pads
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
+    """The input patches [b·k, c, *out, *kernel] that each output position of a convolution sees."""
+    dims = len(kernel)
+    stride = _pairs(call.values.get("stride", 1), dims)
+    dilation = _pairs(call.values.get("dilation", 1), dims)
+    padding = call.values.get("padding", 0)
+    if padding == "same":
+        x = F.pad(x, _pad_same(kernel, dilation))
+    elif padding != "valid" and any(_pairs(padding, dims)):
+        x = F.pad(x, [n for n in reversed(_pairs(padding, dims)) for _ in (0, 1)])
+    for axis, (k, step, hop) in enumerate(zip(kernel, dilation, stride, strict=True), start=2):
+        x = x.unfold(axis, step * (k - 1) + 1, hop)[..., ::step]
+    return x
+
+
+def _conv(call: Call, grad: Tensor) -> Uses:
+    """A convolution is a linear op on patches; groups are independent linear ops."""
+    if "bias" in call.trained:
+        yield "bias", Dense(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])).sum((1, 3)))
+    if "weight" in call.trained:
+        weight, groups = call.values["weight"], call.values.get("groups", 1)
+        dims, copies = weight.dim() - 2, grad.shape[0] // call.size
+        seen = patches(call.values["input"], tuple(weight.shape[2:]), call)
+        rows = seen.shape[0]
+        out = tuple(seen.shape[2 : 2 + dims])
+        # [b·k, c, *out, *kernel] -> [b·k, g, *out, c/g, *kernel] -> [b, g, k·t, d]
+        seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + dims)
+        right = seen.reshape(rows, groups, math.prod(out), -1)
+        left = grad.unflatten(1, (groups, -1)).flatten(3).mT  # [b·k, g, t, p/g]
+        if copies != 1:
+            right, left = (z.unflatten(0, (call.size, copies)).transpose(1, 2).flatten(2, 3) for z in (right, left))
+        yield "weight", Outer(left, right)
+
+
+def _check_conv(call: Call) -> None:
+    weight, x = call.values["weight"], call.values["input"]
+    if x.dim() != weight.dim():
+        raise UnsupportedOp(f"{call.op}: an input of shape {tuple(x.shape)} has no batch axis. Add one: x[None].")
+
+
+def _rule(arguments: str, parameters: str, keep: str, uses: Any, check: Any = None) -> OpRule:
+    split = (tuple(arguments.split()), frozenset(parameters.split()), frozenset(keep.split()))
+    return OpRule(*split, uses, check) if check else OpRule(*split, uses)
+
+
+def _rules() -> dict[Any, OpRule]:
+    conv = _rule("input weight bias stride padding dilation groups", "weight bias", "input", _conv, _check_conv)
+    matmul = _rule("input other", "input other", "input other", _matmul, _check_matmul)
+    addmm = _rule("input mat1 mat2", "input mat2", "mat1", _addmm)
+    layer = _rule("input normalized_shape weight bias eps", "weight bias", "input", _layer_norm)
+    rms = _rule("input normalized_shape weight eps", "weight", "input", _rms_norm)
+    group = _rule("input num_groups weight bias eps", "weight bias", "input", _group_norm)
+    batch = "input running_mean running_var weight bias training momentum eps"
+    instance = "input running_mean running_var weight bias use_input_stats momentum eps"
+    rules: dict[Any, OpRule] = {
+        F.linear: _rule("input weight bias", "weight bias", "input", _linear),
+        F.embedding: _rule(
+            "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
+            "weight",
+            "input",
+            _embedding,
+            _check_embedding,
+        ),
+        torch.embedding: _rule(
+            "weight input padding_idx scale_grad_by_freq sparse", "weight", "input", _embedding, _check_embedding
+        ),
+        F.batch_norm: _rule(batch, "weight bias", "input", _batch_norm),
+        F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm, _check_instance_norm),
+    }
+    rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), conv)
+    rules |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), matmul)
+    rules[torch.Tensor.__rmatmul__] = _rule("other input", "input other", "input other", _matmul, _check_matmul)
+    rules |= dict.fromkeys((torch.addmm, torch.Tensor.addmm), addmm)
+    rules |= dict.fromkeys((F.layer_norm, torch.layer_norm), layer)
+    rules |= dict.fromkeys((F.rms_norm, torch.rms_norm), rms)
+    rules |= dict.fromkeys((F.group_norm, torch.group_norm), group)
+    return rules
+
+
+OP_RULES: Mapping[Any, OpRule] = _rules()
+
+
+def bind(rule: OpRule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name."""
+    return dict(zip(rule.arguments, args, strict=False)) | dict(kwargs)

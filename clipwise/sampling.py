@@ -1,0 +1,164 @@
+"""Poisson sampling: every example joins every batch by its own secret coin.
+
+Coins have 53 bits and come from a ChaCha20 generator with a fresh 256-bit key from the operating
+system, never from torch's. A batch that `batches` yields can be stepped once, and no other object can,
+so that a shuffled loader cannot be accounted as Poisson by accident.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from ._check import count, probability
+from .batch import check_size, map_tensors
+
+
+class Dataset(Protocol):
+    """A map-style dataset: a length and items by number."""
+
+    def __len__(self) -> int:
+        """How many records there are."""
+
+    def __getitem__(self, index: int) -> Any:
+        """One record."""
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(eq=False)
+class PoissonBatch:
+    """One Poisson batch, to be used once. `.data` is the collated batch, None when no example was drawn.
+
+    Its size is secret: the object does not print it.
+    """
+
+    data: Any = field(repr=False)
+    size: int = field(repr=False)
+    owner: object = field(repr=False)
+    used: bool = False
+
+
+class PoissonSampler:
+    """Secret coins: each of `size` records joins with probability q, independently, at every draw.
+
+    >>> [len(PoissonSampler(1.0).draw(5)) for _ in range(2)]
+    [5, 5]
+    """
+
+    def __init__(self, sampling_prob: float, seed: int | None = None) -> None:
+        """`seed` is for repeatable runs that are NOT PRIVATE."""
+        self.sampling_prob = probability(sampling_prob=sampling_prob)
+        self._seed = seed
+        self._renew()
+
+    def _renew(self) -> None:
+        from randomgen import ChaCha
+
+        self._process = os.getpid()
+        key = secrets.randbits(256) if self._seed is None else self._seed
+        self._coins = np.random.Generator(ChaCha(key=key))
+
+    def draw(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The indices of one batch, possibly none."""
+        if os.getpid() != self._process and self._seed is None:
+            self._renew()
+        return np.flatnonzero(self._coins.random(size) < self.sampling_prob)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoissonSampler:
+        """A copy flips its own coins."""
+        return PoissonSampler(self.sampling_prob, self._seed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings, never the state."""
+        return PoissonSampler, (self.sampling_prob, self._seed)
+
+
+def as_dataset(dataset: Any) -> Dataset:
+    """Accept a map-style dataset, or a tensor or tuple of tensors with equal first axes."""
+    if isinstance(dataset, torch.Tensor):
+        return TensorDataset(dataset)
+    if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
+        return TensorDataset(*dataset)
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "batches() takes the dataset, not a DataLoader: a loader that shuffles cannot be accounted as Poisson. "
+            "Pass loader.dataset, and collate_fn= and num_workers= as you gave them to the loader."
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"batches() needs a map-style dataset (len and indexing), got {type(dataset).__name__}: Poisson sampling "
+            "must be able to draw any record at any step."
+        )
+    return dataset  # type: ignore[no-any-return]
+
+
+def draws(sampler: PoissonSampler, size: int, steps: int) -> Iterator[Sequence[int]]:
+    """`steps` lists of indices."""
+    count(steps=steps)
+    for _ in range(steps):
+        yield sampler.draw(size).tolist()
+
+
+def poisson_batches(
+    dataset: Any,
+    sampler: PoissonSampler,
+    steps: int,
+    owner: object,
+    *,
+    collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
+    num_workers: int = 0,
+) -> Iterator[PoissonBatch]:
+    """Yield `steps` one-use batches. The collate function is never called with an empty list."""
+    records = as_dataset(dataset)
+    if isinstance(records, TensorDataset) and collate_fn is None:
+        collated = _indexed(records, draws(sampler, len(records), steps))
+    else:
+        collated = _loaded(records, draws(sampler, len(records), steps), collate_fn or default_collate, num_workers)
+    for data, size in collated:
+        if size:
+            check_size(data, size)
+            if device is not None:
+                data = map_tensors(data, lambda x: x.to(device, non_blocking=True))
+        yield PoissonBatch(data, size, owner)
+
+
+def _indexed(records: TensorDataset, indices: Iterator[Sequence[int]]) -> Iterator[tuple[Any, int]]:
+    for chosen in indices:
+        rows = torch.tensor(chosen, dtype=torch.int64)
+        yield (tuple(x[rows.to(x.device)] for x in records.tensors) if chosen else None), len(chosen)
+
+
+def _loaded(
+    records: Dataset, indices: Iterator[Sequence[int]], collate: Collate, num_workers: int
+) -> Iterator[tuple[Any, int]]:
+    if num_workers == 0:
+        for chosen in indices:
+            yield (collate([records[i] for i in chosen]) if chosen else None), len(chosen)
+        return
+    loader: DataLoader[Any] = DataLoader(
+        records,  # type: ignore[arg-type]
+        batch_sampler=indices,  # type: ignore[arg-type]
+        collate_fn=_CollateOrNothing(collate),
+        num_workers=num_workers,
+    )
+    yield from loader
+
+
+@dataclass(frozen=True)
+class _CollateOrNothing:
+    """Collates in a worker process; an empty list of records never reaches the user's function."""
+
+    collate: Collate
+
+    def __call__(self, records: list[Any]) -> tuple[Any, int]:
+        return (self.collate(records) if records else None), len(records)

@@ -1,0 +1,22 @@
+"""Thresholds decide the clip norm C of the next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._check import positive
+
+
+@dataclass(frozen=True)
+class FixedThreshold:
+    """C stays what it is: no private input, no cost.
+
+    >>> FixedThreshold(0.5).clip_norm
+    0.5
+    """
+
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        """C > 0."""
+        positive(clip_norm=self.clip_norm)
