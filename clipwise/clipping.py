@@ -89,7 +89,5 @@ def clipped_sum(
     size = batch_size(batch)
     gradients = engine_gradients(model, loss_fn, batch, size, engine, op_rules)
     grads, norms = clip(gradients, rule, clip_norm, groups)
-    bound = with_rounding(
-        rule.sensitivity(clip_norm, len(groups)), {p.dtype for p in parameters.values()}, size
-    )
+    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), {p.dtype for p in parameters.values()}, size)
     return ClippedSum(grads, norms[:, 0] if len(groups) == 1 else norms, bound, gradients.losses)

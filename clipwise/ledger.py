@@ -57,8 +57,8 @@ def read_ledger(path: str | Path) -> LedgerState:
         body = {key: value for key, value in entry.items() if key not in ("previous", "hash")}
         if entry != _hashed(previous, body) or json.dumps(entry, sort_keys=True).encode() != line:
             raise LedgerError(
-                f"Ledger {path}, line {number + 1}: the hash chain is broken, so the line, or one before it, was edited, "
-                "removed or reordered. Restore the file from a backup; what was spent cannot be known otherwise."
+                f"Ledger {path}, line {number + 1}: the hash chain is broken, so the line, or one before it, was "
+                "edited, removed or reordered. Restore the file from a backup: what was spent is not known otherwise."
             )
         if number and (entry.get("kind") not in ("charge", "note") or entry.get("line") != number):
             raise LedgerError(f"Ledger {path}, line {number + 1}: not a charge.")
@@ -199,8 +199,8 @@ class Ledger:
         except OSError as error:
             self.close()
             raise LedgerError(
-                f"Ledger {self.path} could not be written ({error}). Without a durable charge nothing is released; this "
-                "run is over. Make room on the disk and resume."
+                f"Ledger {self.path} could not be written ({error}). Without a durable charge nothing is released; "
+                "this run is over. Make room on the disk and resume."
             ) from error
 
     def reserve(self) -> None:
@@ -251,7 +251,9 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled ledger would be a second one."""
-        raise LedgerError("A ledger cannot be pickled: there must be one record of what is spent. Pass its path instead.")
+        raise LedgerError(
+            "A ledger cannot be pickled: there must be one record of what is spent. Pass its path instead."
+        )
 
     def __repr__(self) -> str:
         """Where it lives and what it holds."""

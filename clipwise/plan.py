@@ -147,7 +147,7 @@ class Plan:
                 f"Plan: ({self.epsilon:.4f}, {self.delta:g})-DP after {self.steps} steps{target}",
                 f"  privacy unit    one example, {self.adjacency.replace('_', '-')}",
                 "                  a person with several examples is not covered as one",
-                f"  mechanism       Gaussian, noise multiplier {self.noise_multiplier:.4f}, accountant {self.accountant}",
+                f"  mechanism       Gaussian, noise multiplier {self.noise_multiplier:.4f}, by {self.accountant}",
                 f"  sampling        Poisson, each example joins with probability {self.sampling_prob:.6g}",
                 f"  batch           {self.expected_batch_size:g} expected (the divisor), sizes vary from step to step",
                 f"  clipping        {self.rule!r}, {self.threshold!r}",

@@ -142,9 +142,7 @@ class PrivateTraining:
             probe = Probe(records=self._settings.probe, private=private)
             records = as_dataset(dataset)
             if len(records):
-                preflight_dataset(
-                    self.model, self.loss_fn, records, probe, collate_fn, device, self._settings.op_rules
-                )
+                preflight_dataset(self.model, self.loss_fn, records, probe, collate_fn, device, self._settings.op_rules)
         self._checked = True
 
     def step(self, batch: PoissonBatch) -> None:
@@ -188,7 +186,9 @@ class PrivateTraining:
                 "Poisson, vouch for it with privatize(..., sampling='asserted')."
             )
         if batch.used:
-            raise WrongBatch("This batch was stepped before. A batch used twice is not a Poisson sample: draw a new one.")
+            raise WrongBatch(
+                "This batch was stepped before. A batch used twice is not a Poisson sample: draw a new one."
+            )
         return batch
 
     @contextmanager
@@ -197,7 +197,9 @@ class PrivateTraining:
         if self._settings.engine != "bookkeeping":
             raise WrongOrder("record() needs engine='bookkeeping'; engine='vmap' needs a loss_fn and step().")
         if self._sums is None or self._recording is not None or self._parts_left == 0:
-            raise WrongOrder("Begin with `for part in training.microbatches(batch)`, and call backward() after record().")
+            raise WrongOrder(
+                "Begin with `for part in training.microbatches(batch)`, and call backward() after record()."
+            )
         tape = Tape(self.model, part.data, len(part.mask), self._settings.op_rules)
         with torch.enable_grad(), tape:
             yield part.data
@@ -293,7 +295,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     known = {id(p) for p in parameters.values()}
     if foreign := [tuple(p.shape) for i, p in held.items() if i not in known]:
         raise ParameterMismatch(
-            f"The optimizer holds {len(foreign)} trainable parameter(s) that are not in the model (shapes {foreign[:3]}): "
+            f"The optimizer holds {len(foreign)} trainable parameter(s) that are not in the model (shapes {foreign[:3]}); "
             "they would be trained without clipping and noise. Build the optimizer from model.parameters()."
         )
     if left_out := [name for name, p in parameters.items() if id(p) not in held]:

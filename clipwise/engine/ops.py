@@ -282,7 +282,9 @@ def _rules() -> dict[Any, OpRule]:
         F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm, _check_instance_norm),
     }
     rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), conv)
-    rules |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), matmul)
+    rules |= dict.fromkeys(
+        (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), matmul
+    )
     rules[torch.Tensor.__rmatmul__] = _rule("other input", "input other", "input other", _matmul, _check_matmul)
     rules |= dict.fromkeys((torch.addmm, torch.Tensor.addmm), addmm)
     rules |= dict.fromkeys((F.layer_norm, torch.layer_norm), layer)

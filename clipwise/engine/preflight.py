@@ -81,8 +81,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     b.copy_(buffers[name])
     if changed:
         raise CrossExampleOp(
-            f"Buffer(s) {', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the data that "
-            "are never noised, and would be published with the model. Turn that off (e.g. track_running_stats=False)."
+            f"Buffer(s) {', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the data "
+            "that are never noised, and would be published with the model. Turn that off (for example with "
+            "track_running_stats=False)."
         )
 
 
@@ -289,7 +290,7 @@ def preflight_dataset(
     except Exception as error:
         raise UnsupportedOp(
             f"The preflight ran loss_fn on made-up records of the shape of yours and it failed: {error!r}. Pass a few "
-            "public records, privatize(..., probe=[record, record, record]), or preflight=False to go without the check."
+            "public records, privatize(..., probe=[record, record, record]), or preflight=False to go without."
         ) from error
     for length in _lengths(like):
         _unequal(model, loss_fn, like, length, settings)

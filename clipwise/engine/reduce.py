@@ -40,7 +40,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """u of the products, which is that of TF32 where torch may use it."""
+    """U of the products, which is that of TF32 where torch may use it."""
     if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return 2.0**-11
     return unit_roundoff(dtype)

@@ -72,9 +72,7 @@ class Tape(TorchFunctionMode):
     The engine knows no clip norm and no noise: it gives norms, and sums for weights.
     """
 
-    def __init__(
-        self, model: nn.Module, data: Any, size: int, op_rules: Mapping[Any, OpRule] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, data: Any, size: int, op_rules: Mapping[Any, OpRule] | None = None) -> None:
         """`data` is the batch: whatever is computed from its tensors is data too."""
         super().__init__()
         self.size = size
@@ -296,7 +294,8 @@ class Tape(TorchFunctionMode):
         leaves = named + [(s.name, s.shadow) for s in self._sources.values()]
         before = {name: p.grad for name, p in named}
         edges = [record.edge for record in self._records]
-        found = torch.autograd.grad(losses.sum(), [*edges, *(x for _, x in leaves)], allow_unused=True)
+        wanted: Any = [*edges, *(x for _, x in leaves)]
+        found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
         missed = {name for (name, _), g in zip(leaves, found[len(edges) :], strict=True) if g is not None}
         missed |= {name for name, p in named if p.grad is not before[name]}
         if missed:

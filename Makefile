@@ -1,0 +1,33 @@
+# Every target sets up .venv by itself when pyproject.toml or constraints.txt have changed.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Some CPUs announce AMX and then fault on it: keep oneDNN to AVX-512.
+export DNNL_MAX_CPU_ISA := AVX512_CORE
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/clipwise train digits --epsilon 3 --delta 1e-4 --ledger runs/digits/$$(date +%Y%m%d-%H%M%S).ledger
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf .venv build dist *.egg-info

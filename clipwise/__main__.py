@@ -1,0 +1,5 @@
+"""`python -m clipwise`."""
+
+from .cli import run
+
+run()

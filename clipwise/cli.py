@@ -1,0 +1,218 @@
+"""The command line: train, epsilon, calibrate. Bad input gets one clear line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import __version__
+from .accounting import calibrate as solve_sigma
+from .accounting import epsilon as spent_epsilon
+from .errors import ClipwiseError
+from .plan import Plan
+from .rules import PSAC, Abadi, AutoS, AutoV, Global, PerLayer, Reparam, Rule
+from .thresholds import FixedThreshold
+from .training import PrivateTraining
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train under differential privacy without a clipping threshold to tune.",
+)
+RULES: dict[str, Callable[[], Rule]] = {
+    "psac": PSAC,
+    "auto-s": AutoS,
+    "auto-v": AutoV,
+    "abadi": Abadi,
+    "reparam": Reparam,
+    "global": Global,
+}
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Delta = Annotated[float, typer.Option(help="δ, the probability that the guarantee may fail by.")]
+SamplingProb = Annotated[float, typer.Option(help="q, the probability that an example joins a batch.")]
+Steps = Annotated[int, typer.Option(help="How many steps the run takes.")]
+Accountant = Annotated[
+    str, typer.Option(help="pld (tight), rdp (looser), or gdp (an estimate that certifies nothing).")
+]
+Adjacency = Annotated[str, typer.Option(help="add_or_remove_one or replace_one.")]
+
+
+@contextmanager
+def _one_clear_line() -> Iterator[None]:
+    """Refusals are for people: no traceback, exit code 2."""
+    try:
+        yield
+    except (ClipwiseError, ValueError, TypeError, ImportError, OSError) as error:
+        print(f"clipwise: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def _show(values: dict[str, Any], as_json: bool, text: str) -> None:
+    print(json.dumps(values) if as_json else text)
+
+
+def _rule(name: str, per_layer: bool) -> Rule:
+    if name not in RULES:
+        raise ValueError(f"--rule must be one of {', '.join(RULES)}, got {name!r}.")
+    rule = RULES[name]()
+    return PerLayer(rule) if per_layer else rule
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Train under differential privacy without a clipping threshold to tune."""
+    if version:
+        print(f"clipwise {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def epsilon(
+    noise_multiplier: Annotated[float, typer.Option(help="σ: noise standard deviation / sensitivity.")],
+    sampling_prob: SamplingProb,
+    steps: Steps,
+    delta: Delta,
+    accountant: Accountant = "pld",
+    adjacency: Adjacency = "add_or_remove_one",
+    as_json: Json = False,
+) -> None:
+    """ε of a run with a given noise multiplier."""
+    with _one_clear_line():
+        numbers: dict[str, Any] = {
+            "noise_multiplier": noise_multiplier,
+            "sampling_prob": sampling_prob,
+            "steps": steps,
+            "delta": delta,
+            "accountant": accountant,
+            "adjacency": adjacency,
+        }
+        found = spent_epsilon(**numbers)
+        certified = accountant != "gdp"
+        remark = "" if certified else "  (an ESTIMATE below the true value; certifies nothing)"
+        text = f"epsilon = {found:.4f} at delta = {delta:g}, {accountant}, {adjacency}{remark}"
+        _show({"epsilon": found, "certified": certified, **numbers}, as_json, text)
+
+
+@app.command()
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="The ε that must not be exceeded.")],
+    sampling_prob: SamplingProb,
+    steps: Steps,
+    delta: Delta,
+    accountant: Accountant = "pld",
+    adjacency: Adjacency = "add_or_remove_one",
+    as_json: Json = False,
+) -> None:
+    """The noise multiplier for a wanted ε, never above it."""
+    with _one_clear_line():
+        common: dict[str, Any] = {
+            "sampling_prob": sampling_prob,
+            "steps": steps,
+            "delta": delta,
+            "accountant": accountant,
+            "adjacency": adjacency,
+        }
+        sigma = solve_sigma(epsilon=epsilon, **common)
+        achieved = spent_epsilon(noise_multiplier=sigma, **common)
+        text = f"noise multiplier = {sigma:.6f}  (epsilon = {achieved:.4f} <= {epsilon:g} at delta = {delta:g})"
+        _show({"noise_multiplier": sigma, "epsilon": achieved, "target_epsilon": epsilon, **common}, as_json, text)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="What to train: digits.")],
+    epsilon: Annotated[float, typer.Option(help="The ε of the whole run.")] = 3.0,
+    delta: Delta = 1e-4,
+    rule: Annotated[str, typer.Option(help=f"Clipping rule: {', '.join(RULES)}.")] = "psac",
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="Clip each layer by its own norm.")] = False,
+    clip_norm: Annotated[float, typer.Option(help="C; only scales the learning rate under psac and auto-*.")] = 1.0,
+    steps: Steps = 200,
+    sampling_prob: SamplingProb = 0.2,
+    lr: Annotated[float, typer.Option(help="Learning rate of SGD with momentum 0.9.")] = 0.2,
+    ledger: Annotated[Path | None, typer.Option(help="File that records what is spent; survives crashes.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for model and report.")] = Path("runs/digits"),
+    as_json: Json = False,
+) -> None:
+    """Train a built-in recipe under differential privacy."""
+    from ._check import positive
+    from .recipes import digits
+
+    with _one_clear_line():
+        if recipe != "digits":
+            raise ValueError(f"Unknown recipe {recipe!r}; there is one: digits.")
+        plan = Plan(
+            epsilon=epsilon,
+            delta=delta,
+            sampling_prob=sampling_prob,
+            steps=steps,
+            expected_batch_size=max(sampling_prob * digits.TRAIN_SIZE, 1),
+            rule=_rule(rule, per_layer),
+            threshold=FixedThreshold(clip_norm),
+        )
+        console = Console(stderr=True)
+        if not as_json:
+            print(plan)
+        with _progress_bar(plan, console, hidden=as_json) as tick:
+            result = digits.train_digits(plan, lr=positive(lr=lr), ledger=ledger, out=out, progress=tick)
+        where = (
+            f"ledger         {ledger}" if ledger else "ledger         in memory only (give --ledger FILE to keep it)"
+        )
+        text = "\n".join(
+            (
+                f"test accuracy  {100 * result.test_accuracy:.1f}% on {result.test_size} held-out digits",
+                f"privacy spent  epsilon = {result.epsilon:.4f} at delta = {result.delta:g}, {result.steps} steps",
+                f"time           {result.seconds:.1f} s",
+                where,
+                f"report         {result.report}",
+            )
+        )
+        _show(vars(result), as_json, text)
+
+
+@contextmanager
+def _progress_bar(
+    plan: Plan, console: Console, hidden: bool
+) -> Iterator[Callable[[PrivateTraining, int], None] | None]:
+    """Step and ε spent so far; ε is computed a dozen times in all, since it takes a third of a second."""
+    if hidden or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("epsilon {task.fields[eps]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("train", total=plan.steps, eps="0")
+        every = max(plan.steps // 12, 1)
+
+        def tick(training: PrivateTraining, number: int) -> None:
+            if number % every == 0 or number == plan.steps:
+                bar.update(task, completed=training.ledger.charges, eps=f"{training.epsilon:.3f}")
+            else:
+                bar.update(task, completed=training.ledger.charges)
+
+        yield tick
+
+
+def run() -> None:
+    """The entry point: a wrong option gets one line as well."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        print(f"clipwise: {' '.join(error.format_message().split())}", file=sys.stderr)
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()

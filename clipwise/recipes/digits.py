@@ -1,0 +1,98 @@
+"""Digits: 1,797 real scans of 8×8 pixels, bundled with scikit-learn; 1,500 to train on privately, 297 to test.
+
+The test images are declared public, so their accuracy may be shown.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..plan import Plan
+from ..training import PrivateTraining, privatize
+
+TRAIN_SIZE = 1_500
+_SPLIT_SEED = 0  # of the public split into training and test images
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run may show: released values and public numbers only."""
+
+    test_accuracy: float
+    test_size: int
+    epsilon: float
+    delta: float
+    steps: int
+    seconds: float
+    report: str | None
+
+
+def load_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(train images, labels), (test images, labels), pixels in [0, 1]."""
+    try:
+        from sklearn.datasets import load_digits as bundled
+    except ImportError as error:
+        raise ImportError("The digits come with scikit-learn: pip install 'clipwise[digits]'.") from error
+    data = bundled()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+    images = torch.tensor(data.data, dtype=torch.float32)[order] / 16
+    labels = torch.tensor(data.target, dtype=torch.int64)[order]
+    return (images[:TRAIN_SIZE], labels[:TRAIN_SIZE]), (images[TRAIN_SIZE:], labels[TRAIN_SIZE:])
+
+
+def digits_model() -> nn.Module:
+    """A small perceptron."""
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """One loss per example."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="none")
+
+
+def train_digits(
+    plan: Plan,
+    *,
+    lr: float = 0.2,
+    ledger: str | Path | None = None,
+    out: str | Path | None = None,
+    progress: Callable[[PrivateTraining, int], None] | None = None,
+) -> RunResult:
+    """Train on digits under `plan`; write a report to the folder `out`."""
+    began = time.perf_counter()
+    train, (test_images, test_labels) = load_digits()
+    model = digits_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    training = privatize(model, optimizer, plan, cross_entropy, ledger=ledger)
+    for number, batch in enumerate(training.batches(train), start=1):
+        training.step(batch)
+        if progress is not None:
+            progress(training, number)
+    with torch.no_grad():
+        accuracy = float((model(test_images).argmax(1) == test_labels).float().mean())
+    seconds = time.perf_counter() - began
+    path = None if out is None else Path(out) / "report.json"
+    report = None if path is None else str(path)
+    result = RunResult(
+        accuracy, len(test_labels), training.epsilon, plan.delta, training.ledger.charges, seconds, report
+    )
+    if path is not None:
+        _write_report(path, result, training)
+    return result
+
+
+def _write_report(path: Path, result: RunResult, training: PrivateTraining) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {"result": asdict(result), "privacy_statement": training.statement()}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    torch.save(training.model.state_dict(), path.parent / "model.pt")
