@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.exceptions import TyperException
 
 from . import __version__
 from .accounting import calibrate as solve_sigma
@@ -206,10 +206,10 @@ def run() -> None:
     """The entry point: a wrong option gets one line as well."""
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
+    except TyperException as error:
         print(f"clipwise: {' '.join(error.format_message().split())}", file=sys.stderr)
         code = 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     sys.exit(code)
 

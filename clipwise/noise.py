@@ -2,9 +2,9 @@
 
 Keys come from the operating system, 256 bits, fresh in every process; they are never stored, shown,
 pickled or shared with a copy or a fork. Each draw has an address (sequence number of the charge,
-stream, tensor), and each address a key of its own, so no noise is used twice and no order of drawing
-matters. The CPU generator is ChaCha20 (randomgen) under numpy's ziggurat: float64 draws with tails
-beyond 13σ.
+stream, tensor, block of elements), and each address a 128-bit key of its own, derived with BLAKE2b, so
+no noise is used twice and no order of drawing matters. The CPU generator is AES in counter mode
+(randomgen) under numpy's ziggurat: float64 draws with tails beyond 13σ.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -21,20 +23,21 @@ from torch import Tensor
 from ._check import one_of, positive
 
 Mode = Literal["secure", "fast"]
+BLOCK = 2**16  # elements per key
 
 
 class NoiseSource:
     """Gaussian noise for released values. Secret state: one key, bound to this process.
 
     Guarantee (mode="secure"): `add` returns value + N(0, (noise_multiplier·sensitivity)²) with noise that is
-    independent for every (sequence, stream, index) and unpredictable without the key.
+    independent for every (sequence, stream, name) and unpredictable without the key.
 
     Modes: "secure" certifies; "fast" draws with torch's own generator, whose float32 tails end at 5.8σ and
     whose seed has 32 bits: runs that use it are NOT CERTIFIED. A `seed` makes runs repeatable and NOT PRIVATE.
 
     >>> source = NoiseSource()
-    >>> noised = source.add(torch.zeros(3), sensitivity=1.0, noise_multiplier=2.0, sequence=1, stream="grad", index=0)
-    >>> noised.shape, source.certified
+    >>> noised = source.add({"w": torch.zeros(3)}, sensitivity=1.0, noise_multiplier=2.0, sequence=1, stream="grad")
+    >>> noised["w"].shape, source.certified
     (torch.Size([3]), True)
     """
 
@@ -60,30 +63,48 @@ class NoiseSource:
     def _generator(self, address: str) -> np.random.Generator:
         if os.getpid() != self._process and self._seed is None:
             self._renew()  # a fork must not repeat its parent's noise
-        from randomgen import ChaCha
+        from randomgen import AESCounter
 
-        digest = hashlib.blake2b(address.encode(), key=self._key, digest_size=32).digest()
-        return np.random.Generator(ChaCha(key=int.from_bytes(digest, "little")))
+        digest = hashlib.blake2b(address.encode(), key=self._key, digest_size=16).digest()
+        return np.random.Generator(AESCounter(key=int.from_bytes(digest, "little")))
 
     def add(
         self,
-        value: Tensor,
+        values: Mapping[str, Tensor],
         *,
         sensitivity: float,
         noise_multiplier: float,
         sequence: int,
         stream: str,
-        index: int,
-    ) -> Tensor:
-        """`value` + N(0, (noise_multiplier·sensitivity)²), added in float64, returned in float32 or wider."""
+    ) -> dict[str, Tensor]:
+        """Noise for one vector, given in parts: each value + N(0, (noise_multiplier·sensitivity)²).
+
+        `sensitivity` bounds all parts together. Added in float64, returned in float32 or wider.
+        """
         scale = positive(noise_multiplier=noise_multiplier) * positive(sensitivity=sensitivity)
-        dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
         if self.mode == "fast":
-            noise = torch.randn(value.shape, dtype=dtype, device=value.device)
-            return value.to(dtype) + scale * noise
-        draws = self._generator(f"{sequence}/{stream}/{index}").standard_normal(value.numel())
-        noise = torch.from_numpy(draws).reshape(value.shape).to(value.device)
-        return noise.mul_(scale).add_(value).to(dtype)
+            return {name: _fast(value, scale) for name, value in values.items()}
+        outputs, blocks = {}, []
+        for name, value in values.items():
+            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+            outputs[name] = value.detach().to("cpu", dtype, copy=True).contiguous()
+            flat = outputs[name].view(-1).numpy()
+            blocks += [(f"{sequence}/{stream}/{name}/{i}", flat[i : i + BLOCK]) for i in range(0, len(flat), BLOCK)]
+
+        def fill(block: tuple[str, np.ndarray[Any, Any]]) -> None:
+            address, target = block
+            noise = self._generator(address).standard_normal(len(target))
+            noise *= scale
+            noise += target
+            target[:] = noise
+
+        if sum(len(target) for _, target in blocks) < 4 * BLOCK:
+            for block in blocks:
+                fill(block)
+        else:  # numpy releases the interpreter lock, and every block has a key of its own: order does not matter
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(fill, blocks))
+        return {name: noised.to(values[name].device) for name, noised in outputs.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoiseSource:
         """A copy draws its own key: the same noise must never meet two values."""
@@ -100,3 +121,8 @@ class NoiseSource:
     def __repr__(self) -> str:
         """Without the key."""
         return f"NoiseSource(mode={self.mode!r}, certified={self.certified})"
+
+
+def _fast(value: Tensor, scale: float) -> Tensor:
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    return value.to(dtype) + scale * torch.randn(value.shape, dtype=dtype, device=value.device)

@@ -153,10 +153,12 @@ class PrivateTraining:
         parts = self.microbatches(batch)
         try:
             for part in parts:
-                found = engine_gradients(
-                    self.model, self.loss_fn, part.data, len(part.mask), settings.engine, settings.op_rules
+                self._add(
+                    engine_gradients(
+                        self.model, self.loss_fn, part.data, len(part.mask), settings.engine, settings.op_rules
+                    ),
+                    part.mask,
                 )
-                self._add(found, part.mask)
         except BaseException:
             self._sums = None  # nothing was released, nothing is charged
             raise
@@ -227,18 +229,17 @@ class PrivateTraining:
             raise WrongOrder(f"release() with {self._parts_left} microbatches not recorded: use all of them, or none.")
         parameters = self._check_parameters()
         sums, self._sums, self._batch = self._sums, None, None
-        sequence, sensitivity = self.ledger.commit(), self.sensitivity
-        for index, (name, p) in enumerate(parameters.items()):
-            total = sums.get(name)
-            noised = self._noise.add(
-                torch.zeros(p.shape, device=p.device, dtype=p.dtype) if total is None else total,
-                sensitivity=sensitivity,
-                noise_multiplier=self.plan.gradient_noise_multiplier,
-                sequence=sequence,
-                stream="gradient",
-                index=index,
-            )
-            p.grad = noised.div_(self.plan.expected_batch_size).to(p.dtype)
+        for name, p in parameters.items():
+            sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
+        noised = self._noise.add(
+            sums,
+            sequence=self.ledger.commit(),
+            sensitivity=self.sensitivity,
+            noise_multiplier=self.plan.gradient_noise_multiplier,
+            stream="gradient",
+        )
+        for name, p in parameters.items():
+            p.grad = noised[name].div_(self.plan.expected_batch_size).to(p.dtype)
         self._guard.open = True
         try:
             self.optimizer.step()
@@ -295,8 +296,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     known = {id(p) for p in parameters.values()}
     if foreign := [tuple(p.shape) for i, p in held.items() if i not in known]:
         raise ParameterMismatch(
-            f"The optimizer holds {len(foreign)} trainable parameter(s) that are not in the model (shapes {foreign[:3]}); "
-            "they would be trained without clipping and noise. Build the optimizer from model.parameters()."
+            f"The optimizer holds {len(foreign)} trainable parameter(s) not of the model (shapes {foreign[:3]}). "
+            "They would be trained without clipping and noise. Build the optimizer from model.parameters()."
         )
     if left_out := [name for name, p in parameters.items() if id(p) not in held]:
         raise ParameterMismatch(

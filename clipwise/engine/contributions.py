@@ -5,7 +5,7 @@ Shape letters: b examples, g groups, t positions, p and d the two sides of a wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,31 @@ class Outer:
 
 
 @dataclass(frozen=True)
+class Unfolded:
+    """An Outer whose right side is cut from `input` only when it is needed: the patches of a convolution.
+
+    Patches repeat the input many times over, so they are made for a few examples at a time where possible.
+    """
+
+    left: Tensor  # [b, g, t, p]
+    input: Tensor  # [b·k, …]
+    unfold: Callable[[Tensor], Tensor]  # rows of `input` → [rows / k, g, t, d]
+    width: int  # d
+
+    def outer(self) -> Outer:
+        """With all patches in memory."""
+        return Outer(self.left, self.unfold(self.input))
+
+    def parts(self) -> Iterator[Outer]:
+        """The same, a few examples at a time."""
+        size, groups, positions, _ = self.left.shape
+        copies = self.input.shape[0] // size
+        rows = max(1, _PART // (groups * positions * self.width))
+        for i in range(0, size, rows):
+            yield Outer(self.left[i : i + rows], self.unfold(self.input[i * copies : (i + rows) * copies]))
+
+
+@dataclass(frozen=True)
 class Rows:
     """rows_t added to row index_t: the gradient of an embedding table."""
 
@@ -41,13 +66,23 @@ class Rows:
     rows: Tensor  # [b, t, d]
 
 
-Contribution = Dense | Outer | Rows
+Contribution = Dense | Outer | Unfolded | Rows
+_PART = 2**20  # entries of the patches that are made at a time: they stay in the cache
 
 
 def materialise(use: Contribution, shape: Sequence[int]) -> Tensor:
     """The per-example gradient [b, *shape] of one use, in float32 or wider."""
     if isinstance(use, Dense):
         return _wide(use.grad).reshape(-1, *shape)
+    if isinstance(use, Unfolded):
+        size, groups, _, side = use.left.shape
+        grad = torch.empty(size, groups, side, use.width, dtype=sum_dtype(use.left.dtype), device=use.left.device)
+        done = 0
+        for part in use.parts():
+            target = grad[done : done + len(part.left)].flatten(0, 1)
+            torch.bmm(_wide(part.left).mT.flatten(0, 1), _wide(part.right).flatten(0, 1), out=target)
+            done += len(part.left)
+        return grad.reshape(-1, *shape)
     if isinstance(use, Outer):
         grad = torch.matmul(_wide(use.left).mT, _wide(use.right))
         return grad.reshape(-1, *shape)

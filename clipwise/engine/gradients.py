@@ -17,7 +17,7 @@ class Gradients:
     """Per-example gradients of one batch, not materialised unless that was cheaper. All of it is secret."""
 
     losses: Tensor
-    reduced: Mapping[str, Reduced | None]  # None: the parameter was not used
+    reduced: dict[str, Reduced | None]  # None: the parameter was not used
     parameters: Mapping[str, nn.Parameter]
 
     @property
@@ -40,7 +40,7 @@ class Gradients:
         sums: dict[str, Tensor] = {}
         for column, group in zip(weights.unbind(1), groups, strict=True):
             for name in group:
-                parameter, reduced = self.parameters[name], self.reduced[name]
+                parameter, reduced = self.parameters[name], self.reduced.pop(name)
                 dtype = sum_dtype(parameter.dtype)
                 if reduced is None:
                     sums[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CrossExampleOp, UnsupportedOp
-from .contributions import Contribution, Dense, Outer, Rows
+from .contributions import Contribution, Dense, Outer, Rows, Unfolded
 
 
 @dataclass(frozen=True)
@@ -233,17 +233,18 @@ def _conv(call: Call, grad: Tensor) -> Uses:
         yield "bias", Dense(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])).sum((1, 3)))
     if "weight" in call.trained:
         weight, groups = call.values["weight"], call.values.get("groups", 1)
-        dims, copies = weight.dim() - 2, grad.shape[0] // call.size
-        seen = patches(call.values["input"], tuple(weight.shape[2:]), call)
-        rows = seen.shape[0]
-        out = tuple(seen.shape[2 : 2 + dims])
-        # [b·k, c, *out, *kernel] -> [b·k, g, *out, c/g, *kernel] -> [b, g, k·t, d]
-        seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + dims)
-        right = seen.reshape(rows, groups, math.prod(out), -1)
-        left = grad.unflatten(1, (groups, -1)).flatten(3).mT  # [b·k, g, t, p/g]
-        if copies != 1:
-            right, left = (z.unflatten(0, (call.size, copies)).transpose(1, 2).flatten(2, 3) for z in (right, left))
-        yield "weight", Outer(left, right)
+        kernel, copies = tuple(weight.shape[2:]), grad.shape[0] // call.size
+
+        def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
+            return x if copies == 1 else x.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
+
+        def unfold(x: Tensor) -> Tensor:
+            seen = patches(x, kernel, call)  # [b·k, c, *out, *kernel]
+            seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + len(kernel))  # [b·k, g, *out, c/g, *kernel]
+            return examples(seen.reshape(len(x), groups, -1, weight[0].numel()))
+
+        left = examples(grad.unflatten(1, (groups, -1)).flatten(3).mT)  # [b, g, t, p/g]
+        yield "weight", Unfolded(left, call.values["input"], unfold, weight[0].numel())
 
 
 def _check_conv(call: Call) -> None:

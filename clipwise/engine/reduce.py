@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from .._types import sum_dtype, unit_roundoff
-from .contributions import Contribution, Dense, Outer, Rows, materialise, merge_outer, merge_rows
+from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
+_SMALL = 2**18  # entries up to which float64 products take no time
 _SUM_ROUNDINGS = 4  # ‖rounding of the weighted sum of one example‖ / (u·ρ), see docs/engine.md
 
 
@@ -34,9 +35,9 @@ class Reduced(Protocol):
         """Σ_i weights_i·g_i over the examples with keep_i; the others are not read, even if they hold NaN."""
 
 
-def product_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of Gram products: float64 where that is affordable."""
-    return torch.float64 if device.type == "cpu" else torch.float32
+def product_dtype(device: torch.device, entries: int) -> torch.dtype:
+    """The dtype of Gram products: float64 where that costs next to nothing, else float32 with its wider bound."""
+    return torch.float64 if device.type == "cpu" and entries <= _SMALL else torch.float32
 
 
 def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
@@ -65,12 +66,21 @@ def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
     return norms.square().sum(-1) * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
 
 
-def _select(x: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep.reshape(-1, *(1,) * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+def _select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
+    """Rows outside `keep` set to 0, by selection: 0·inf and 0·NaN are NaN. In place if the tensor is our own.
+
+    On the CPU filling the few such rows is far faster than `where`.
+    """
+    if x.device.type != "cpu":
+        return torch.where(keep.reshape(-1, *(1,) * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    dropped = (~keep).nonzero()[:, 0]
+    if not len(dropped):
+        return x
+    return x.index_fill_(0, dropped, 0) if own else x.index_fill(0, dropped, 0)
 
 
 def _scaled(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
-    return _select(x * weights.to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1)), keep)
+    return _select(x * weights.to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1)), keep, own=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class DenseGrad:
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """One matrix-vector product."""
-        flat = _select(self.grad.flatten(1), keep)
+        flat = _select(self.grad.flatten(1), keep, own=True)
         return (torch.where(keep, weights, 0.0).to(flat.dtype) @ flat).reshape(self.grad.shape[1:])
 
 
@@ -108,16 +118,17 @@ class OuterGrad:
     def gram(self) -> tuple[Tensor, Tensor]:
         """Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩, which may have cancelled, and ρ; both [b]."""
         dtype = self._products()
-        left, right = self.uses.left.to(dtype), self.uses.right.to(dtype)
-        gram_left, gram_right = torch.matmul(left, left.mT), torch.matmul(right, right.mT)
-        diagonal = gram_left.diagonal(dim1=-2, dim2=-1) * gram_right.diagonal(dim1=-2, dim2=-1)
-        reach = diagonal.double().clamp(min=0).sqrt().sum((1, 2)) * (1 + self._error())
-        return (gram_left * gram_right).sum((1, 2, 3), dtype=torch.float64), reach
+        size = self.uses.left.shape[0]
+        left, right = self.uses.left.to(dtype).flatten(0, 1), self.uses.right.to(dtype).flatten(0, 1)  # [b·g, t, ·]
+        gram_left, gram_right = torch.bmm(left, left.mT), torch.bmm(right, right.mT)
+        diagonal = gram_left.diagonal(dim1=1, dim2=2) * gram_right.diagonal(dim1=1, dim2=2)
+        reach = diagonal.double().clamp(min=0).sqrt().reshape(size, -1).sum(1) * (1 + self._error())
+        return (gram_left * gram_right).reshape(size, -1).sum(1, dtype=torch.float64), reach
 
     def _products(self) -> torch.dtype:
         if self.uses.left.dtype == torch.float64:
             return torch.float64
-        return self.products or product_dtype(self.uses.left.device)
+        return self.products or product_dtype(self.uses.left.device, self.uses.left.numel() + self.uses.right.numel())
 
     def _error(self) -> float:
         kappa = self.uses.left.shape[3] + self.uses.right.shape[3] + 64
@@ -131,6 +142,8 @@ class OuterGrad:
             left, right = _scaled(left, weights, keep), _select(right, keep)
         else:
             left, right = _select(left, keep), _scaled(right, weights, keep)
+        if left.shape[1] == 1:
+            return (left.flatten(0, 2).T @ right.flatten(0, 2)).reshape(self.shape)
         left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)  # [g, b·t, ·]
         return torch.matmul(left.mT, right).reshape(self.shape)
 
@@ -183,37 +196,41 @@ def _bounded(gram: Tensor, reach: Tensor, error: float, dtype: torch.dtype) -> T
     return (estimate + _SUM_ROUNDINGS * unit_roundoff(dtype) * reach).square() + torch.finfo(dtype).tiny
 
 
-def _materialise_is_cheaper(use: Outer) -> bool:
-    """Compare 2t² products per pair of sides with one product per weight entry, and the memory of it."""
-    t, p, d = use.left.shape[2], use.left.shape[3], use.right.shape[3]
+def _materialise_is_cheaper(t: int, p: int, d: int) -> bool:
+    """Per example: 2t²(p + d) operations for the Gram form against p·d entries to write and to read twice.
+
+    Both need the 2tpd of the weight gradient. An entry's traffic costs as much as about 40 operations on the
+    machines tried. A gradient much larger than the activations is materialised only where t is very large.
+    """
     if t == 1:
         return False
     if 2 * t * t > p * d:
         return True
-    small = p * d <= 2 * t * (p + d)
-    return small and 4 * t * t * (p + d) > 100 * p * d
+    return p * d <= 2 * t * (p + d) and 40 * p * d < 2 * t * t * (p + d)
+
+
+def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
+    """g, t, p, d."""
+    _, g, t, p = use.left.shape
+    return g, t, p, use.width if isinstance(use, Unfolded) else use.right.shape[3]
 
 
 def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int]) -> Reduced:
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
-    outer = [u for u in uses if isinstance(u, Outer)]
+    products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
-    dense = [u for u in uses if isinstance(u, Dense)]
-    same = len({(u.left.shape[1], u.left.shape[3], u.right.shape[3]) for u in outer}) <= 1
-    if not dense and same and (outer or rows):
-        table = RowsGrad(merge_rows(rows), shape) if rows else None
-        if not outer and table is not None:
-            return table
-        merged = merge_outer(outer)
-        if not _materialise_is_cheaper(merged):
+    sides = [_sides(u) for u in products]
+    if len(products) + len(rows) == len(uses) and len({(g, p, d) for g, _, p, d in sides}) <= 1:
+        if not products:
+            return RowsGrad(merge_rows(rows), shape)
+        groups, _, p, d = sides[0]
+        positions = sum(t for _, t, _, _ in sides)
+        if not _materialise_is_cheaper(positions, p, d) and (groups == 1 or not rows):
+            merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in products])
             grad = OuterGrad(merged, shape)
-            if table is None:
-                return grad
-            if merged.left.shape[1] == 1:
-                return TiedGrad(table, grad)
-        uses = [merged, *rows]
-    first, *rest = (materialise(use, shape) for use in uses)
-    for grad_ in rest:
-        first = first + grad_
-    return DenseGrad(first)
+            return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
+    total = materialise(uses[0], shape)
+    for use in uses[1:]:
+        total = total + materialise(use, shape)
+    return DenseGrad(total)

@@ -10,6 +10,7 @@ all edges then gives every per-example gradient. Nothing hangs on tensors, modul
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,7 @@ class _Record:
     """One use: the edge whose gradient is needed, and how it becomes contributions."""
 
     edge: GradientEdge | Tensor
+    targets: tuple[Trained, ...]
     contributions: Callable[[Tensor], Iterator[tuple[Trained, Contribution]]]
 
 
@@ -207,7 +209,7 @@ class Tape(TorchFunctionMode):
             for n, use in rule.uses(call, grad):
                 yield targets[n], use
 
-        self._records.append(_Record(get_gradient_edge(out), contributions))
+        self._records.append(_Record(get_gradient_edge(out), tuple(targets.values()), contributions))
         return out
 
     def _tapped(self, out: Tensor) -> Tensor:
@@ -255,7 +257,7 @@ class Tape(TorchFunctionMode):
             rows = grad.reshape(self.size, -1, *grad.shape[1:]).sum(1)
             yield target, Dense(rows.reshape(self.size, *shape))
 
-        self._records.append(_Record(leaf, contributions))
+        self._records.append(_Record(leaf, (target,), contributions))
         return leaf
 
     # -- afterwards ---------------------------------------------------------------------------------
@@ -264,26 +266,37 @@ class Tape(TorchFunctionMode):
         """One backward pass; then every parameter's per-example gradient, in its cheapest form."""
         check_losses(losses, self.size)
         grads = self._gradients(losses)
+        parameters = {name: p for name, p in self._parameters.values() if p.requires_grad}
+        left = Counter(name for record in self._records for t in record.targets for name in t.names)
         uses: dict[str, list[Contribution]] = {}
+        reduced: dict[str, Reduced | None] = dict.fromkeys(parameters)
         derived: dict[int, tuple[Derived, list[Contribution]]] = {}
-        for record, grad in zip(self._records, grads, strict=True):
-            if grad is None:
-                continue
-            for target, use in record.contributions(grad):
+
+        def done(names: list[str]) -> None:
+            """After a parameter's last use: reduce it at once, which frees what the uses hold."""
+            for name in names:
+                left[name] -= 1
+                if left[name] == 0 and name in uses:
+                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape)
+
+        for i in reversed(range(len(grads))):
+            record, grad = self._records.pop(), grads[i]
+            grads[i] = None
+            for target, use in () if grad is None else record.contributions(grad):
                 if isinstance(target, Derived) and (direct := target.as_source(use)) is not None:
                     target, use = direct
                 if isinstance(target, Source):
                     uses.setdefault(target.name, []).append(use)
                 else:
+                    left.update(target.names)  # to be pushed back below
                     derived.setdefault(id(target), (target, []))[1].append(use)
+            for target in record.targets:
+                done(target.names)
         for node, given in derived.values():
             for source, use in node.push_back(given):
                 uses.setdefault(source.name, []).append(use)
-        self._records.clear()
-        reduced: dict[str, Reduced | None] = {}
-        parameters = {name: p for name, p in self._parameters.values() if p.requires_grad}
-        for name, parameter in parameters.items():
-            reduced[name] = reduce_uses(uses.pop(name), parameter.shape) if name in uses else None
+            for _ in given:
+                done(node.names)
         return Gradients(losses.detach(), reduced, parameters)
 
     def _gradients(self, losses: Tensor) -> list[Tensor | None]:
