@@ -106,6 +106,7 @@ class Ledger:
         self._reserved = False
         self._process = os.getpid()
         self._lines = 1
+        self.notes: list[str] = []
         head = {"kind": "plan", "version": VERSION, "plan": plan.as_dict(), "digest": plan.digest}
         self.head = _hashed("", {**head, "assertions": assertions or {}})
         self._hash = self.head["hash"]
@@ -161,6 +162,7 @@ class Ledger:
             )
         self.head, self._hash, self.charges = state.head, state.last_hash, state.charges
         self._lines = len(state.entries)
+        self.notes = [entry["text"] for entry in state.entries if entry["kind"] == "note"]
         if state.torn:
             self._repair(state)
 
@@ -234,6 +236,7 @@ class Ledger:
 
     def note(self, text: str) -> None:
         """Put a remark on record, such as a check that lies outside the guarantee."""
+        self.notes.append(text)
         entry = _hashed(self._hash, {"kind": "note", "line": self._lines, "text": text})
         if self.persistent:
             self._write(entry)

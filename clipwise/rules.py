@@ -37,14 +37,16 @@ class Rule(Protocol):
 
 
 def _guarded(norms: Tensor, formula: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `formula` in float64, shrink by a few roundings so that n·w(n) ≤ S exactly, select finite values.
+    """Apply `formula` in float64, shrink by a few roundings so that n·w(n) ≤ S exactly, select usable values.
 
-    `where`, not multiplication: 0·inf and 0·NaN are NaN.
+    `where`, not multiplication: 0·inf and 0·NaN are NaN. Weights below the smallest normal number, whose
+    rounding is not relative, become 0.
     """
     usable = torch.isfinite(norms) & (norms >= 0)
     wide = torch.where(usable, norms, torch.ones_like(norms)).double()
     weights = (formula(wide) * (1 - 4 * unit_roundoff(norms.dtype))).to(norms.dtype)
-    return torch.where(usable & torch.isfinite(weights), weights, torch.zeros_like(weights))
+    usable &= torch.isfinite(weights) & (weights >= torch.finfo(norms.dtype).tiny)
+    return torch.where(usable, weights, torch.zeros_like(weights))
 
 
 class _AllLayers:

@@ -109,6 +109,7 @@ class PrivateTraining:
             "steps_charged": self.ledger.charges,
             "asserted_by_user": asserted,
             "certified": not asserted,
+            "notes": list(self.ledger.notes),
             "ledger": repr(self.ledger),
         }
 

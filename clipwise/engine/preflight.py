@@ -131,12 +131,13 @@ def _compared(
     norms = gradients.norms([(name,) for name in parameters])
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters.values())
     tolerance = 5e-2 if half or torch.is_autocast_enabled() else 2e-3
+    floor = 0.01 * float(norms.square().sum(1).sqrt().median()) + 1e-9  # a vanishing gradient has no digits to compare
     worst_loss = worst_norm = 0.0
     for i, record in enumerate(records):
         alone = collated([record])
         loss, truth = _alone(model, loss_fn, alone, parameters)
         loss_error = float((losses[i].detach() - loss).abs() / (loss.abs() + losses.detach().abs().mean() + 1e-6))
-        scale = float(truth.square().sum().sqrt()) + 1e-9
+        scale = float(truth.square().sum().sqrt()) + floor
         errors = (norms[i] - truth).abs() / scale
         # An upper bound may lie above the truth where terms cancel; what matters is that it is not below.
         norm_error = float(errors.max())
@@ -167,7 +168,7 @@ def _mixing(
     module = _first_difference(model, loss_fn, batch, alone, row)
     if module is not None:
         where = f"The first module whose output for one record depends on the others is {module}."
-    elif loss_error > norm_error:
+    elif loss_error > 1e-2:
         where = "No module's output differs, so the examples meet in loss_fn or in the collate function."
     else:
         where = f"Outputs agree but the gradient of {name} does not: is the batch axis first in every op it enters?"

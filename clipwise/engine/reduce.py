@@ -95,7 +95,7 @@ class DenseGrad:
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """One matrix-vector product."""
-        flat = _select(self.grad.flatten(1), keep, own=True)
+        flat = _select(self.grad.reshape(len(self.grad), -1), keep, own=True)
         return (torch.where(keep, weights, 0.0).to(flat.dtype) @ flat).reshape(self.grad.shape[1:])
 
 

@@ -59,6 +59,22 @@ class _Tap(torch.autograd.Function):
         return None, None
 
 
+class _Unview(torch.autograd.Function):
+    """The same memory, but no longer a view.
+
+    An in-place op on a view rewrites the history of its base, and an edge recorded before it would lie off
+    the path: its gradient would be missed in silence (linear with a bias on a 3-D input returns a view).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 @dataclass(frozen=True)
 class _Record:
     """One use: the edge whose gradient is needed, and how it becomes contributions."""
@@ -85,6 +101,7 @@ class Tape(TorchFunctionMode):
         self._data: dict[int, weakref.ref[Tensor]] = {}
         self._records: list[_Record] = []
         self._anchor: dict[torch.device, Tensor] = {}
+        self._blind: set[str] = set()  # parameters that met data under no_grad
         for x in _tensors(data):
             self._mark(x)
 
@@ -129,6 +146,8 @@ class Tape(TorchFunctionMode):
         trained = [t for t in map(self._trained, tensors) if t is not None]
         if not trained or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
+            if data:
+                self._blind.update(name for t in trained for name in t.names)
         elif not data:
             return self._derive(func, args, kwargs, trained)
         elif (rule := self._rules.get(func)) is not None and not self._wide_matmul(func, trained):
@@ -213,6 +232,8 @@ class Tape(TorchFunctionMode):
         return out
 
     def _tapped(self, out: Tensor) -> Tensor:
+        if out._is_view():
+            out = _Unview.apply(out)  # type: ignore[no-untyped-call]
         if out.requires_grad:
             return out
         if out.device not in self._anchor:
@@ -266,6 +287,7 @@ class Tape(TorchFunctionMode):
         """One backward pass; then every parameter's per-example gradient, in its cheapest form."""
         check_losses(losses, self.size)
         grads = self._gradients(losses)
+        self._check_blind()
         parameters = {name: p for name, p in self._parameters.values() if p.requires_grad}
         left = Counter(name for record in self._records for t in record.targets for name in t.names)
         uses: dict[str, list[Contribution]] = {}
@@ -298,6 +320,16 @@ class Tape(TorchFunctionMode):
             for _ in given:
                 done(node.names)
         return Gradients(losses.detach(), reduced, parameters)
+
+    def _check_blind(self) -> None:
+        """A parameter used under no_grad alone is frozen, or hidden by reentrant checkpointing: never guess."""
+        recorded = {name for record in self._records for t in record.targets for name in t.names}
+        if hidden := sorted(self._blind - recorded):
+            raise UnrecordedGradient(
+                f"Parameter(s) {', '.join(hidden[:5])} are used under torch.no_grad() alone. If that is activation "
+                "checkpointing, use use_reentrant=False or none; if they are not trained, freeze them with "
+                "requires_grad_(False)."
+            )
 
     def _gradients(self, losses: Tensor) -> list[Tensor | None]:
         """Gradients at all recorded edges, and the proof that no parameter was reached by another way."""

@@ -1,0 +1,21 @@
+"""Shared settings of the tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE")  # some CPUs announce AMX and then fault on it
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tests run on two processes: more threads would only fight."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+
+import pytest
+import torch
+from scipy import stats
+
+from clipwise.noise import BLOCK, NoiseSource
+
+
+def draw(source, count=1, *, sequence=1, stream="gradient", name="w", **options):
+    settings = {"sensitivity": 1.0, "noise_multiplier": 1.0} | options
+    return source.add({name: torch.zeros(count)}, sequence=sequence, stream=stream, **settings)[name]
+
+
+def test_standard_deviation_mean_and_shape_are_those_of_a_gaussian():
+    x = draw(NoiseSource(), 2_000_000, sensitivity=0.5, noise_multiplier=3.0).double()
+    assert float(x.std()) == pytest.approx(1.5, rel=2e-3)
+    assert abs(float(x.mean())) < 5 * 1.5 / math.sqrt(len(x))
+    assert stats.kstest((x[:200_000] / 1.5).numpy(), "norm").pvalue > 1e-4
+
+
+def test_tails_are_full():
+    """P(|z| > 5.2) = 2e-7: ten million draws see about two; torch's float32 normals end at 5.77."""
+    source, beyond = NoiseSource(), 0
+    for sequence in range(5):
+        beyond += int((draw(source, 2_000_000, sequence=sequence).abs() > 4.8).sum())
+    expected = 2 * stats.norm.sf(4.8) * 10_000_000
+    assert abs(beyond - expected) < 6 * math.sqrt(expected)
+
+
+def test_parts_steps_and_streams_are_uncorrelated_and_never_repeat():
+    source = NoiseSource()
+    values = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
+    first, second = (
+        source.add(values, sensitivity=1.0, noise_multiplier=1.0, sequence=s, stream="gradient") for s in (1, 2)
+    )
+    third = source.add(values, sensitivity=1.0, noise_multiplier=1.0, sequence=1, stream="threshold")
+    draws = [x for noised in (first, second, third) for x in noised.values()]
+    for i, x in enumerate(draws):
+        for y in draws[:i]:
+            assert not torch.equal(x, y)
+            assert abs(float((x * y).mean())) < 6 / math.sqrt(len(x))
+    blocks = draw(source, 2 * BLOCK)
+    assert abs(float((blocks[:BLOCK] * blocks[BLOCK:]).mean())) < 6 / math.sqrt(BLOCK)
+
+
+def test_two_sources_copies_and_pickles_draw_differently():
+    source = NoiseSource()
+    others = [NoiseSource(), copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))]
+    draws = [draw(s, 4) for s in (source, *others)]
+    assert len({tuple(x.tolist()) for x in draws}) == len(draws)
+    assert source._key not in pickle.dumps(source)
+    assert source._key.hex() not in repr(source)
+
+
+def test_a_fork_draws_its_own_noise():
+    source = NoiseSource()
+    parent = draw(source, 4)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.write(writer, repr(draw(source, 4).tolist()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 4096).decode() != repr(parent.tolist())
+
+
+def test_global_seeds_do_not_matter():
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        draws.append(draw(NoiseSource(), 4))
+    assert not torch.equal(*draws)
+
+
+def test_a_seed_repeats_and_is_not_certified():
+    a, b = NoiseSource(seed=1), NoiseSource(seed=1)
+    assert torch.equal(draw(a, 4), draw(b, 4))
+    assert not a.certified
+    assert not NoiseSource("fast").certified
+    assert NoiseSource().certified
+
+
+def test_fast_mode_has_the_right_scale():
+    assert float(draw(NoiseSource("fast"), 1_000_000, noise_multiplier=2.0).std()) == pytest.approx(2.0, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_noise_is_added_in_float32_or_wider(given, expected):
+    value = torch.ones(100_000, dtype=given)
+    noised = NoiseSource().add({"w": value}, sensitivity=1e-4, noise_multiplier=1.0, sequence=1, stream="g")["w"]
+    assert noised.dtype == expected
+    assert float((noised.double() - 1).std()) == pytest.approx(1e-4, rel=2e-2)
+    assert torch.equal(value, torch.ones_like(value))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), True, "1"])
+def test_bad_scales_are_refused(bad):
+    for option in ("sensitivity", "noise_multiplier"):
+        with pytest.raises((ValueError, TypeError), match=option):
+            draw(NoiseSource(), **{option: bad})

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import clipwise as cw
+from clipwise.batch import padded_slice
+from clipwise.errors import BatchShape
+from clipwise.sampling import PoissonSampler, poisson_batches
+
+
+class Numbers(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i)])
+
+
+def batches(dataset, q, steps, **options):
+    return list(poisson_batches(dataset, PoissonSampler(q), steps, object(), **options))
+
+
+def test_every_record_joins_with_probability_q_independently():
+    sampler = PoissonSampler(0.3)
+    joined = np.zeros((2000, 50))
+    for row in joined:
+        row[sampler.draw(50)] = 1
+    assert np.all(np.abs(joined.mean(0) - 0.3) < 6 * math.sqrt(0.21 / 2000))
+    sizes = joined.sum(1)
+    assert abs(sizes.var() - 50 * 0.21) < 6 * 50 * 0.21 * math.sqrt(2 / 2000)
+    correlation = np.corrcoef(joined.T) - np.eye(50)
+    assert np.abs(correlation).max() < 6 / math.sqrt(2000)
+
+
+def test_coins_resolve_tiny_probabilities():
+    """Float32 coins would be off by 19% at q = 1e-7; 53 bits are exact to nine digits."""
+    sampler = PoissonSampler(1e-7)
+    assert float(sampler._coins.random(10_000).min()) % 2**-24 != 0
+    joined = sum(len(sampler.draw(5_000_000)) for _ in range(40))
+    assert abs(joined - 20) < 6 * math.sqrt(20)
+
+
+def test_samplers_are_independent_of_torch_and_of_each_other():
+    def draw(sampler):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        return tuple(sampler.draw(200))
+
+    one = PoissonSampler(0.5)
+    others = [PoissonSampler(0.5), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
+    assert len({draw(s) for s in (one, *others)}) == 4
+    assert draw(PoissonSampler(0.5, seed=3)) == draw(PoissonSampler(0.5, seed=3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_dataset_are_collated_and_empty_ones_are_not(workers):
+    def collate(records):
+        assert records
+        return torch.stack(records)
+
+    found = batches(Numbers(4), 0.2, 60, collate_fn=collate, num_workers=workers)
+    assert len(found) == 60
+    empty = [b for b in found if b.size == 0]
+    assert empty
+    assert all(b.data is None for b in empty)
+    for batch in found:
+        if batch.size:
+            assert batch.data.shape == (batch.size, 1)
+            assert len(set(batch.data.flatten().tolist())) == batch.size
+
+
+def test_tensors_and_tensor_datasets_are_taken():
+    x, y = torch.arange(10.0), torch.arange(10)
+    for dataset in ((x, y), [x, y], TensorDataset(x, y)):
+        (batch,) = batches(dataset, 1.0, 1)
+        assert torch.equal(batch.data[0], x)
+        assert torch.equal(batch.data[1], y)
+    (batch,) = batches(x, 1.0, 1)
+    assert torch.equal(batch.data[0], x)
+
+
+def test_loaders_and_iterables_are_refused():
+    with pytest.raises(TypeError, match="not a DataLoader"):
+        batches(DataLoader(Numbers(4), shuffle=True), 0.5, 1)
+    with pytest.raises(TypeError, match="map-style"):
+        batches(iter([1, 2]), 0.5, 1)
+
+
+def test_collate_that_drops_or_merges_rows_is_refused():
+    with pytest.raises(BatchShape, match="1 rows of 4 examples"):
+        batches(Numbers(4), 1.0, 1, collate_fn=lambda r: torch.stack(r).sum(0, keepdim=True))
+    with pytest.raises(BatchShape, match="first axis"):
+        batches(Numbers(4), 1.0, 1, collate_fn=lambda r: (torch.stack(r), torch.ones(2)))
+
+
+def test_a_batch_does_not_print_its_size_or_content():
+    (batch,) = batches((torch.arange(7.0),), 1.0, 1)
+    assert "7" not in repr(batch)
+
+
+def test_padding_repeats_a_row_and_masks_it():
+    data = {"x": torch.arange(10).reshape(5, 2), "name": "public"}
+    part, mask = padded_slice(data, 3, 5, 4)
+    assert part["x"].tolist() == [[6, 7], [8, 9], [8, 9], [8, 9]]
+    assert mask.tolist() == [True, True, False, False]
+    assert part["name"] == "public"
+
+
+@pytest.mark.parametrize("q", [0.0, -0.1, 1.1, float("nan")])
+def test_bad_probabilities_are_refused(q):
+    with pytest.raises(ValueError, match="sampling_prob"):
+        PoissonSampler(q)
+
+
+def test_public_name():
+    assert cw.PoissonBatch is not None

@@ -1,0 +1,197 @@
+"""One more record moves the clipped sum by at most `sensitivity`, measured in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from brute import distance, gradients, norm
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ops import Module
+from torch import nn
+
+import clipwise as cw
+from clipwise.engine.contributions import Outer
+from clipwise.engine.reduce import OuterGrad, squares
+
+RULES = [cw.PSAC(), cw.AutoS(), cw.AutoV(), cw.Abadi(), cw.Reparam(), cw.Global(), cw.PerLayer(cw.AutoS())]
+T, D = 64, 6
+
+
+def cancelling(generator, scale=1e4):
+    """64 positions of norm `scale` whose sum is small: with equal output gradients the Gram form cancels."""
+    half = torch.randn(T // 2, D, generator=generator) * scale / math.sqrt(D)
+    rest = -half + torch.randn(T // 2, D, generator=generator) * 1e-3
+    return torch.cat([half, rest])
+
+
+def records(generator):
+    ordinary = torch.randn(T, D, generator=generator)
+    return {
+        "ordinary": ordinary,
+        "zero": torch.zeros(T, D),
+        "tiny": ordinary * 1e-22,
+        "denormal": ordinary * 1e-40,
+        "large": ordinary * 1e6,
+        "squares overflow": ordinary * 1e20,
+        "huge": ordinary.sign() * 3e38,
+        "cancelling": cancelling(generator),
+        "cancelling more": cancelling(generator, 1e7),
+        "nan": ordinary.index_fill(0, torch.tensor([3]), math.nan),
+        "inf": ordinary.index_fill(0, torch.tensor([3]), math.inf),
+    }
+
+
+RECORDS = records(torch.Generator().manual_seed(0))
+
+
+def models():
+    torch.manual_seed(0)
+    return {
+        "linear, Gram": Module(lambda m, x: m.a(x).sum(1), a=nn.Linear(D, 4000, bias=False)),
+        "linear, materialised": Module(lambda m, x: m.a(x).sum(1), a=nn.Linear(D, 8)),
+        "conv": Module(lambda m, x: m.c(x.mT).sum(2), c=nn.Conv1d(D, 8, 3)),
+        "two layers": Module(lambda m, x: m.b(m.a(x).mean(1)), a=nn.Linear(D, 8), b=nn.Linear(8, 4)),
+    }
+
+
+def losses(model, batch):
+    return model(batch[0]).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_one_more_record_stays_within_sensitivity(name, rule):
+    model = models()[name]
+    others = torch.randn(7, T, D, generator=torch.Generator().manual_seed(1))
+    without = cw.clipped_sum(model, losses, (others,), rule, 0.5)
+    for kind, record in RECORDS.items():
+        for place in (0, 7):
+            batch = torch.cat([others[:place], record[None], others[place:]])
+            out = cw.clipped_sum(model, losses, (batch,), rule, 0.5)
+            assert all(torch.isfinite(g).all() for g in out.grads.values()), kind
+            moved = distance(dict(out.grads), dict(without.grads))
+            assert moved <= out.sensitivity, f"{kind}: {moved / out.sensitivity}"
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "huge", "squares overflow"])
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_non_finite_record_contributes_exactly_zero(rule, kind):
+    model = models()["two layers"]
+    others = torch.randn(5, T, D, generator=torch.Generator().manual_seed(1))
+    bad = torch.full((T, D), math.nan) if kind == "nan" else RECORDS[kind]
+    batch = torch.cat([others[:2], bad[None], others[2:]])
+    padded = torch.cat([others[:2], torch.zeros(1, T, D), others[2:]])
+    out = cw.clipped_sum(model, losses, (batch,), rule, 0.5)
+    from clipwise.clipping import clip, engine_gradients
+
+    mask = torch.tensor([True, True, False, True, True, True])
+    groups = rule.groups([n for n, _ in model.named_parameters()])
+    expected, _ = clip(engine_gradients(model, losses, (padded,), 6), rule, 0.5, groups, mask)
+    finite = bool(torch.isfinite(out.norms.reshape(6, -1)[2]).all())
+    assert not finite or kind == "squares overflow"
+    if not finite:
+        for name, value in out.grads.items():
+            assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [cw.AutoV(), cw.Abadi(), cw.PSAC()], ids=repr)
+def test_half_precision_contributions_stay_within_sensitivity(rule, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300).to(dtype)
+    for scale in (1e-3, 1.0, 30.0):
+        x = (torch.randn(1, 300) * scale).to(dtype)
+        out = cw.clipped_sum(model, lambda m, b: m(b[0]).float().square().sum(1), (x,), rule, 1.0)
+        assert norm(dict(out.grads)) <= out.sensitivity
+        assert out.grads["weight"].dtype == torch.float32
+
+
+def test_fp16_norms_do_not_underflow():
+    model = nn.Linear(100, 1, bias=False).half()
+    x = torch.full((1, 100), 9.5e-5, dtype=torch.float16)
+    out = cw.clipped_sum(model, lambda m, b: m(b[0])[:, 0], (x,), cw.Abadi(), 1.0)
+    assert float(out.norms) == pytest.approx(float(x.double().norm()), rel=1e-3)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    t=st.integers(2, 80),
+    p=st.integers(1, 300),
+    d=st.integers(1, 300),
+    cancel=st.sampled_from([0.0, 1e-6, 1e-3, 1.0]),
+    scale=st.sampled_from([1e-12, 1.0, 1e8]),
+)
+def test_float32_gram_products_never_undercut_the_norm_of_the_sum(seed, t, p, d, cancel, scale):
+    """The bound for float32 products, which GPUs and large layers use, against the float64 truth and the float32 sum."""
+    g = torch.Generator().manual_seed(seed)
+    left = torch.ones(1, 1, t, p) + cancel * torch.randn(1, 1, t, p, generator=g)
+    right = torch.randn(1, 1, t, d, generator=g) * scale
+    right[:, :, t // 2 : 2 * (t // 2)] = -right[:, :, : t // 2] * (1 + cancel)
+    grad = OuterGrad(Outer(left, right), (p, d), products=torch.float32)
+    bound = float(grad.squared_norms().sqrt())
+    truth = float(torch.einsum("bgtp,bgtd->pd", left.double(), right.double()).norm())
+    added = grad.weighted_sum(torch.ones(1), torch.ones(1, dtype=torch.bool)).double().norm()
+    assert bound >= truth
+    assert bound >= float(added) * (1 - 1e-6)
+
+
+def test_without_its_error_term_the_gram_form_would_undercut():
+    """The row that made the bound necessary: T = 64, inputs of norm 1e4, true norm 10."""
+    g = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for _ in range(20):
+        half = torch.randn(1, 1, 32, 50, generator=g)
+        half = half / half.norm(dim=-1, keepdim=True) * 1e4
+        right = torch.cat([half, -half[:, :, torch.randperm(32, generator=g)] * (1 + 1e-6)], dim=2)
+        right[..., 0, 0] += 10
+        left = torch.ones(1, 1, 64, 7) / 7**0.5
+        grad = OuterGrad(Outer(left, right), (7, 50), products=torch.float32)
+        truth = float(right.double().sum(2).norm())
+        worst = max(worst, truth / float(grad.gram()[0].clamp(min=1e-20).sqrt()))
+        assert float(grad.squared_norms().sqrt()) >= truth
+    assert worst > 1.3  # the bare estimate lets more than 1.3·C through here
+
+
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=200),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_sum_of_squares_is_an_upper_bound(values, dtype):
+    x = torch.tensor([values], dtype=torch.float32).to(dtype)
+    truth = float(torch.tensor(values, dtype=torch.float64).square().sum())
+    assert float(squares(x)) >= truth
+
+
+def test_many_tiny_numbers_do_not_pass_for_zero():
+    x = torch.full((1, 10**6), 1e-23)
+    x[0, 0] = 2e-22
+    assert float(squares(x).sqrt()) >= float(x.double().norm())
+
+
+def test_adversarial_rounding_of_a_sum_of_squares():
+    x = torch.full((1, 100_001), math.sqrt(2**-25))  # every square is lost against 1 in a naive float32 sum
+    x[0, 0] = 1.0
+    assert float(squares(x)) >= float(x.double().square().sum())
+
+
+def test_aligned_examples_do_not_exceed_the_allowance_for_rounding():
+    """The worst case for the accumulated sum: all contributions point the same way."""
+    torch.manual_seed(0)
+    model = nn.Linear(500, 20, bias=False)
+    x = torch.rand(512, 500) + 0.5
+    loss = lambda m, b: m(b[0]).sum(1)  # noqa: E731
+    one = x[:1].expand(512, -1).contiguous()
+    for data in (x, one):
+        with_, without = (cw.clipped_sum(model, loss, (d,), cw.AutoV(), 1.0) for d in (data, data[:-1]))
+        assert distance(dict(with_.grads), dict(without.grads)) <= without.sensitivity
+
+
+def test_brute_force_norms_of_cancelling_records_are_bounded():
+    model = models()["linear, Gram"]
+    x = torch.stack([RECORDS["cancelling"], RECORDS["ordinary"]])
+    out = cw.clipped_sum(model, losses, (x,), cw.AutoS(), 1.0)
+    truth = [norm(g) for g in gradients(model, losses, (x,))]
+    assert all(float(n) >= t * (1 - 1e-9) for n, t in zip(out.norms, truth, strict=True))

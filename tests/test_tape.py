@@ -1,0 +1,337 @@
+"""What the tape must see, follow or refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from brute import assert_matches
+from test_ops import B, Module, double_, floats, losses, words
+from torch import nn
+
+import clipwise as cw
+from clipwise import errors
+
+
+def check(model, x, rule=None, dtype=torch.float64):
+    x = x.to(dtype) if x.is_floating_point() else x
+    return assert_matches(model.to(dtype), losses, (x,), rule or cw.PSAC())
+
+
+def clipped(model, x, loss_fn=losses, **options):
+    return cw.clipped_sum(model, loss_fn, (x,), **options)
+
+
+# -- one gradient per parameter ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("words_count", [7, 400])
+def test_tied_embedding_and_head_are_one_gradient(words_count, dtype):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(words_count, 6)
+            self.mix = nn.Linear(6, 6)
+            self.head = nn.Linear(6, words_count, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.mix(self.embed(x)).tanh()) / words_count
+
+    check(Tied(), words(5)(), dtype=dtype)
+
+
+def test_tied_by_transpose_is_one_gradient():
+    check(Module(lambda m, x: F.embedding(x, m.w).tanh() @ m.w.T, w=(300, 6)), words(5)())
+
+
+def test_layer_used_twice_and_a_recurrent_cell():
+    check(Module(lambda m, x: m.l(m.l(x).tanh()), l=nn.Linear(5, 5)), floats(5)())
+    check(Module(lambda m, x: m.l(m.l(x).tanh()), l=nn.Linear(30, 30)), floats(3, 30)())
+
+    def recur(m, x):
+        h = x[:, 0, :4] * 0
+        for t in range(x.shape[1]):
+            h = torch.tanh(m.a(x[:, t]) + m.b(h))
+        return h
+
+    check(Module(recur, a=nn.Linear(5, 4), b=nn.Linear(4, 4)), floats(6, 5)())
+
+
+def test_conv_used_twice_and_embedding_used_twice():
+    check(Module(lambda m, x: m.c(m.c(x).tanh()), c=nn.Conv2d(3, 3, 3, padding=1)), floats(3, 5, 5)())
+    check(Module(lambda m, x: m.e(x) * m.e(x.flip(1)), e=nn.Embedding(7, 3)), words(5)())
+
+
+def test_linear_weight_also_used_elementwise():
+    check(Module(lambda m, x: F.linear(x, m.w) * m.w[0, 0] + m.w.sum(), w=(3, 5)), floats(4, 5)())
+
+
+# -- derived parameters ------------------------------------------------------------------------------
+
+DERIVED = {
+    "cast": lambda m, x: F.linear(x, m.w.double().to(x.dtype)),
+    "transpose": lambda m, x: F.linear(x, m.w.t().contiguous().t()),
+    "permute of a reshape": lambda m, x: x @ m.w.reshape(3, 5, 1).permute(1, 0, 2).squeeze(-1),
+    "slice": lambda m, x: F.linear(x[..., :2], m.w[:, 1:3]) + F.linear(x[..., :2], m.w[:, 2:4]),
+    "chunk": lambda m, x: sum(F.linear(x, part) for part in m.w.chunk(3)),
+    "index with repeats": lambda m, x: F.linear(x, m.w[[0, 0, 1, 2]]),
+    "one plus": lambda m, x: F.layer_norm(x, (5,), 1 + m.w[0], m.w[1]),
+    "exp": lambda m, x: x * m.w[0].exp() + torch.sigmoid(m.w[1]),
+    "expand over the batch": lambda m, x: torch.cat([m.w[None].expand(len(x), -1, -1), x], 1),
+    "repeat over the batch": lambda m, x: x * m.w[:1].expand(len(x), -1)[:, None],
+    "stack": lambda m, x: x * torch.stack([m.w[0], m.w[1]]).mean(0),
+    "weight norm by hand": lambda m, x: F.linear(x, m.w / m.w.norm(dim=1, keepdim=True)),
+    "two parameters": lambda m, x: F.linear(x, m.w * m.v),
+    "low rank": lambda m, x: F.linear(x, m.w + m.a @ m.b),
+    "no gradient through detach": lambda m, x: F.linear(x, m.w * m.w.detach()),
+    "no gradient under no_grad": lambda m, x: F.linear(x, m.w) * _frozen_scale(m),
+}
+
+
+def _frozen_scale(m):
+    with torch.no_grad():
+        return m.w.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", DERIVED)
+def test_derived_parameters_are_followed(case, dtype):
+    model = Module(DERIVED[case], w=(3, 5), v=(3, 5), a=(3, 2), b=(2, 5))
+    check(model, floats(4, 5)(), dtype=dtype)
+
+
+def test_positional_embedding_of_arange_is_a_derived_parameter():
+    def forward(m, x):
+        return m.tok(x) + m.pos(torch.arange(x.shape[1]))
+
+    check(Module(forward, tok=nn.Embedding(7, 3), pos=nn.Embedding(9, 3)), words(5)())
+
+
+def test_batch_size_equal_to_sequence_length_is_not_confused():
+    def forward(m, x):
+        return m.tok(x) + m.pos(torch.arange(x.shape[1])) * m.scale
+
+    check(Module(forward, tok=nn.Embedding(7, 3), pos=nn.Embedding(9, 3), scale=(B, 1)), words(B)())
+
+
+def test_weight_norm_parametrization_is_followed():
+    check(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), floats(4, 5)())
+
+
+def test_half_precision_sums_are_float32_even_through_derivations():
+    model = Module(lambda m, x: F.linear(x, m.w.t().t()) + F.linear(x, m.w.float().to(x.dtype)), w=(3, 5))
+    out = clipped(model.bfloat16(), floats(4, 5)().bfloat16())
+    assert out.grads["w"].dtype == torch.float32
+    assert not torch.equal(out.grads["w"], out.grads["w"].bfloat16().float())
+
+
+# -- in-place, frozen, versions ----------------------------------------------------------------------
+
+
+def test_in_place_ops_after_a_recorded_op():
+    def forward(m, x):
+        h = F.relu(m.a(x), inplace=True)
+        h = m.b(h)
+        h += x
+        h *= 2
+        h[..., 1:] -= 1
+        return m.c(h.tanh()).relu_()
+
+    for shape in ((5,), (4, 5)):
+        check(Module(forward, a=nn.Linear(5, 5), b=nn.Linear(5, 5), c=nn.Linear(5, 3)), floats(*shape)())
+
+
+def test_in_place_ops_after_every_kind_of_norm_and_conv():
+    def forward(m, x):
+        for layer in (m.a, m.b, m.c, m.d):
+            x = layer(x)
+            x.mul_(2)
+            x[:, 0] = 0
+        return x
+
+    layers = {"a": nn.Conv1d(6, 6, 1), "b": nn.GroupNorm(2, 6), "c": nn.InstanceNorm1d(6, affine=True)}
+    check(Module(forward, **layers, d=nn.LayerNorm(5)), floats(6, 5)())
+
+
+def test_first_layer_output_changed_in_place():
+    def forward(m, x):
+        h = m.a(x)
+        h[:, 0] = 0
+        h.mul_(3)
+        return h
+
+    check(Module(forward, a=nn.Linear(5, 5)), floats(4, 5)())
+
+
+def test_recorded_input_changed_afterwards_is_refused():
+    def forward(m, x):
+        h = x * 1
+        y = m.a(h)
+        h += 1
+        return y
+
+    with pytest.raises(errors.ChangedInput, match=r"input of linear .*a\.weight"):
+        clipped(Module(forward, a=nn.Linear(5, 5)), floats(4, 5)())
+
+
+def test_frozen_parameters_get_nothing_and_change_nothing():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    out = check(model, floats(6, 5)())
+    assert set(out.grads) == {"2.weight", "2.bias"}
+    model[0].bias.requires_grad_(True)
+    assert set(check(model, floats(6, 5)()).grads) == {"0.bias", "2.weight", "2.bias"}
+
+
+def test_unused_parameters_get_a_zero_sum():
+    model = Module(lambda m, x: m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3))
+    out = check(model, floats(5)())
+    assert not out.grads["b.weight"].any()
+
+
+def test_nothing_is_left_behind():
+    model, x = nn.Linear(5, 3), floats(5)()
+    clipped(model, x)
+    assert all(p.grad is None and p.grad_fn is None for p in model.parameters())
+    assert not model._forward_hooks
+    assert not model._backward_hooks
+    assert "_clipwise" not in str(vars(model))
+    assert not x.requires_grad
+
+
+def test_dropout_is_independent_per_example():
+    torch.manual_seed(0)
+    model = Module(lambda m, x: F.dropout(m.a(x), 0.5), a=nn.Linear(5, 64))
+    out = clipped(model, torch.ones(B, 5))
+    assert len(set(out.losses.tolist())) == B
+
+
+def test_l2_penalty_counts_for_every_example():
+    model = nn.Linear(5, 3).double()
+
+    def loss_fn(m, batch):
+        return losses(m, batch) + 0.1 * sum(p.square().sum() for p in m.parameters())
+
+    assert_matches(model, loss_fn, (floats(5)().double(),), cw.Abadi())
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+def test_unknown_op_is_refused_by_name():
+    model = Module(lambda m, x: torch.einsum("bi,ij->bj", x, m.w), w=(5, 3))
+    with pytest.raises(errors.UnsupportedOp, match="Parameter w .*'einsum'"):
+        clipped(model, floats(5)())
+    clipped(model, floats(5)(), engine="vmap")
+
+
+def test_lstm_is_refused_by_name():
+    model = Module(lambda m, x: m.r(x)[0], r=nn.LSTM(5, 3, batch_first=True))
+    with pytest.raises(errors.UnsupportedOp, match=r"r\.weight_ih_l0.*'lstm'"):
+        clipped(model, floats(4, 5)())
+
+
+def test_op_rules_can_be_passed():
+    from clipwise.engine.ops import OP_RULES
+
+    def bilinear_uses(call, grad):
+        a, b = call.values["input1"], call.values["input2"]
+        yield "weight", cw.Dense(torch.einsum("bo,bi,bj->boij", grad, a, b))
+
+    rule = cw.OpRule(
+        ("input1", "input2", "weight", "bias"), frozenset({"weight"}), frozenset({"input1", "input2"}), bilinear_uses
+    )
+    model = Module(lambda m, x: F.bilinear(x, x, m.w), w=(3, 5, 5)).double()
+    assert F.bilinear not in OP_RULES
+    assert_matches(model, losses, (floats(5)().double(),), cw.PSAC(), op_rules={F.bilinear: rule})
+    cw.check_op_rule(F.bilinear, rule, model, lambda m, x: m(x), floats(5)())
+
+
+def test_batch_norm_in_training_mode_is_refused_even_without_parameters():
+    for affine in (True, False):
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=affine))
+        with pytest.raises(errors.CrossExampleOp, match="batch_norm"):
+            clipped(model, floats(5)())
+
+
+def test_instance_norm_with_running_stats_is_refused():
+    model = nn.InstanceNorm1d(5, affine=True, track_running_stats=True)
+    with pytest.raises(errors.CrossExampleOp, match="track_running_stats"):
+        clipped(model, floats(5, 4)())
+
+
+def test_embedding_options_that_mix_examples_are_refused():
+    for options in ({"scale_grad_by_freq": True}, {"max_norm": 1.0}):
+        with pytest.raises((errors.CrossExampleOp, errors.UnsupportedOp), match="embedding"):
+            clipped(nn.Embedding(7, 3, **options), words(5)())
+
+
+@pytest.mark.parametrize("reduce", [lambda x: x.mean(), lambda x: x.sum(), lambda x: x[:, None]])
+def test_loss_that_is_not_one_per_example_is_refused(reduce):
+    with pytest.raises(errors.LossShape, match="one loss per example"):
+        clipped(nn.Linear(5, 3), floats(5)(), loss_fn=lambda m, b: reduce(losses(m, b)))
+
+
+def test_a_parameter_outside_the_model_is_refused():
+    stray = nn.Parameter(torch.ones(3))
+    with pytest.raises(errors.ParameterMismatch, match="does not belong"):
+        clipped(nn.Linear(5, 3), floats(5)(), loss_fn=lambda m, b: losses(m, b) + (m(b[0]) * stray).sum(1))
+
+
+def test_custom_autograd_function_is_seen_as_unrecorded():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g * w, (g * x).sum(0)
+
+    with pytest.raises(errors.UnrecordedGradient, match="w got a gradient"):
+        clipped(Module(lambda m, x: Double.apply(x, m.w), w=(5,)), floats(5)())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_refused_not_wrong(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(m, x):
+        return checkpoint(m.a, x.clone().requires_grad_(), use_reentrant=reentrant)
+
+    model = Module(forward, a=nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+    with pytest.raises((errors.ClipwiseError, torch.utils.checkpoint.CheckpointError, RuntimeError)):
+        clipped(model, floats(5)())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_parameter_written_into_a_constant_is_refused():
+    def forward(m, x):
+        table = torch.zeros(2, 5)
+        table[0] = m.w
+        return x + table.sum(0)
+
+    with pytest.raises(errors.ClipwiseError):
+        clipped(Module(forward, w=(5,)), floats(5)())
+
+
+def test_parameter_changed_in_place_is_refused():
+    def forward(m, x):
+        (m.w * 1).mul_(2)
+        return x * m.w
+
+    with pytest.raises(errors.UnsupportedOp, match="in place"):
+        clipped(Module(forward, w=(5,)), floats(5)())
+
+
+def test_batch_axis_must_come_first():
+    with pytest.raises(errors.UnsupportedOp, match="first axis"):
+        clipped(Module(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(5, 3)), floats(6, 5)())
+
+
+def test_vmap_engine_takes_double_precision():
+    assert_matches(nn.Linear(5, 3).double(), losses, (double_(floats(5)()),), cw.AutoV(), engine="vmap")
