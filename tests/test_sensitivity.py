@@ -125,7 +125,7 @@ def test_fp16_norms_do_not_underflow():
     scale=st.sampled_from([1e-12, 1.0, 1e8]),
 )
 def test_float32_gram_products_never_undercut_the_norm_of_the_sum(seed, t, p, d, cancel, scale):
-    """The bound for float32 products, which GPUs and large layers use, against the float64 truth and the float32 sum."""
+    """The bound for float32 products, as large layers use them, against the float64 truth and the float32 sum."""
     g = torch.Generator().manual_seed(seed)
     left = torch.ones(1, 1, t, p) + cancel * torch.randn(1, 1, t, p, generator=g)
     right = torch.randn(1, 1, t, d, generator=g) * scale

@@ -222,7 +222,7 @@ def test_l2_penalty_counts_for_every_example():
 
 def test_unknown_op_is_refused_by_name():
     model = Module(lambda m, x: torch.einsum("bi,ij->bj", x, m.w), w=(5, 3))
-    with pytest.raises(errors.UnsupportedOp, match="Parameter w .*'einsum'"):
+    with pytest.raises(errors.UnsupportedOp, match=r"Parameter w .*'einsum'"):
         clipped(model, floats(5)())
     clipped(model, floats(5)(), engine="vmap")
 

@@ -233,7 +233,7 @@ class Tape(TorchFunctionMode):
 
     def _tapped(self, out: Tensor) -> Tensor:
         if out._is_view():
-            out = _Unview.apply(out)  # type: ignore[no-untyped-call]
+            out = _Unview.apply(out)
         if out.requires_grad:
             return out
         if out.device not in self._anchor:
@@ -344,8 +344,6 @@ class Tape(TorchFunctionMode):
         missed = {name for (name, _), g in zip(leaves, found[len(edges) :], strict=True) if g is not None}
         missed |= {name for name, p in named if p.grad is not before[name]}
         if missed:
-            for name, p in named:
-                p.grad = before[name]
             raise UnrecordedGradient(
                 f"Parameter(s) {', '.join(sorted(missed))} got a gradient by a way the tape did not see (a scripted or "
                 "compiled function, a custom autograd.Function, activation checkpointing, or an in-place write). It "

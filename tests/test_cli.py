@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def clipwise(*args, cwd=None):
+    return subprocess.run([sys.executable, "-m", "clipwise", *args], capture_output=True, text=True, cwd=cwd)
+
+
+def test_train_digits_reaches_what_the_readme_promises(tmp_path):
+    ledger = tmp_path / "a.ledger"
+    done = clipwise("train", "digits", "--json", "--ledger", str(ledger), "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["test_accuracy"] >= 0.9  # 92% is the promise on average; a single run has a spread of a point
+    assert result["epsilon"] <= 3
+    assert result["test_size"] == 297
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["privacy_statement"]["certified"]
+    assert len(ledger.read_text().splitlines()) == 201
+    again = clipwise("train", "digits", "--json", "--ledger", str(ledger), "--out", str(tmp_path / "run"))
+    assert json.loads(again.stdout)["steps"] == 200  # nothing is left to spend
+
+
+def test_train_prints_a_statement_and_where_the_report_is(tmp_path):
+    done = clipwise(
+        "train", "digits", "--steps", "3", "--epsilon", "1", "--rule", "auto-s", "--per-layer", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("Plan: (", "AutoS", "PerLayer", "test accuracy", "privacy spent", "runs/digits/report.json"):
+        assert words in done.stdout
+
+
+def test_epsilon_and_calibrate():
+    numbers = ("--sampling-prob", "0.04", "--steps", "2250", "--delta", "1e-5")
+    done = clipwise("epsilon", "--noise-multiplier", "1.5", *numbers, "--json")
+    assert json.loads(done.stdout)["epsilon"] == pytest.approx(6.769, abs=1e-3)
+    done = clipwise("calibrate", "--epsilon", "6.77", *numbers, "--json")
+    assert json.loads(done.stdout)["noise_multiplier"] == pytest.approx(1.5, abs=1e-3)
+    done = clipwise("epsilon", "--noise-multiplier", "1.5", *numbers, "--accountant", "gdp")
+    assert "ESTIMATE" in done.stdout
+
+
+GOOD = ("--sampling-prob", "0.1", "--steps", "10", "--delta", "1e-5")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("epsilon", "--noise-multiplier", "0", *GOOD),
+        ("epsilon", "--noise-multiplier", "nan", *GOOD),
+        ("epsilon", "--noise-multiplier", "many", *GOOD),
+        ("epsilon", "--noise-multiplier", "1", "--sampling-prob", "2", "--steps", "10", "--delta", "1e-5"),
+        ("calibrate", "--epsilon", "1", "--sampling-prob", "0.1", "--steps", "10", "--delta", "2"),
+        ("calibrate", "--epsilon", "1", *GOOD, "--accountant", "gdp"),
+        ("train", "mnist"),
+        ("train", "digits", "--rule", "median"),
+        ("train", "digits", "--lr", "-1"),
+        ("train", "digits", "--clip-norm", "0"),
+        ("train", "digits", "--ledger", "/"),
+        ("frobnicate",),
+        ("epsilon",),
+    ],
+)
+def test_bad_input_gets_one_clear_line_and_exit_code_2(args):
+    done = clipwise(*args)
+    assert done.returncode == 2
+    assert done.stderr.startswith("clipwise: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_version():
+    assert "calibrate" in clipwise("--help").stdout
+    assert clipwise("--version").stdout.startswith("clipwise ")
