@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .errors import BatchShape
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with every tensor changed. Knows dicts, mappings, lists, tuples, named tuples.
+    """The same tree with every tensor changed. Knows dicts, mappings, lists, tuples, named tuples, data classes.
 
     >>> map_tensors({"x": torch.tensor([1.0]), "id": "a"}, lambda x: x + 1)
     {'x': tensor([2.]), 'id': 'a'}
@@ -25,7 +26,10 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(item, change) for item in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(item, change) for item in tree)
+        return type(tree)([map_tensors(item, change) for item in tree])
+    if is_dataclass(tree) and not isinstance(tree, type):
+        fields = {name: map_tensors(getattr(tree, name), change) for name in tree.__dataclass_fields__}
+        return replace(tree, **fields)
     return tree
 
 
@@ -46,6 +50,9 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (list, tuple)):
         for item in tree:
             yield from tensors(item)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for name in tree.__dataclass_fields__:
+            yield from tensors(getattr(tree, name))
 
 
 def batch_size(data: Any) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from ..batch import map_tensors, tensors
 from ..errors import ChangedInput, LossShape, ParameterMismatch, UnrecordedGradient, UnsupportedOp
 from .contributions import Contribution, Dense
 from .derived import CASTS, Derived, Source, is_random, kind_of, op_name
@@ -102,13 +103,13 @@ class Tape(TorchFunctionMode):
         self._records: list[_Record] = []
         self._anchor: dict[torch.device, Tensor] = {}
         self._blind: set[str] = set()  # parameters that met data under no_grad
-        for x in _tensors(data):
+        for x in tensors(data):
             self._mark(x)
 
     # -- what a tensor is ---------------------------------------------------------------------------
 
     def _mark(self, out: Any) -> None:
-        for x in _tensors(out):
+        for x in tensors(out):
             self._data[id(x)] = weakref.ref(x)
 
     def _is_data(self, x: Tensor) -> bool:
@@ -139,11 +140,11 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """See one op."""
         kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
-        data = any(self._is_data(x) for x in tensors)
+        given = list(tensors((args, kwargs)))
+        data = any(self._is_data(x) for x in given)
         if data and func in _BATCH_NORMS:
             check_batch_norm(dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs)
-        trained = [t for t in map(self._trained, tensors) if t is not None]
+        trained = [t for t in map(self._trained, given) if t is not None]
         if not trained or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if data:
@@ -178,13 +179,13 @@ class Tape(TorchFunctionMode):
             value = func(*self._with(args, "value"), **self._with(kwargs, "value"))
             return self._keep(value.detach(), trained[0].shadow, trained, name)
         shadow = func(*self._with(args, "shadow"), **self._with(kwargs, "shadow"))
-        if not any(x.requires_grad for x in _tensors(shadow)):
+        if not any(x.requires_grad for x in tensors(shadow)):
             return func(*args, **kwargs) if narrow else shadow
         if not narrow:
-            return _map(shadow, lambda s: self._keep(s.detach(), s, trained, name) if s.requires_grad else s)
+            return map_tensors(shadow, lambda s: self._keep(s.detach(), s, trained, name) if s.requires_grad else s)
         value = func(*self._with(args, "value"), **self._with(kwargs, "value"))
-        shadows = list(_tensors(shadow))
-        return _map(value, lambda v: self._keep(v, shadows.pop(0), trained, name))
+        shadows = list(tensors(shadow))
+        return map_tensors(value, lambda v: self._keep(v, shadows.pop(0), trained, name))
 
     def _keep(self, value: Tensor, shadow: Tensor, trained: list[Trained], name: str) -> Tensor:
         sources = {id(s): s for t in trained for s in (t.sources if isinstance(t, Derived) else [t])}
@@ -199,7 +200,7 @@ class Tape(TorchFunctionMode):
             trained = self._trained(x)
             return x if trained is None else getattr(trained, form)
 
-        return _map(tree, swap)
+        return map_tensors(tree, swap)
 
     def _record(self, func: Any, rule: OpRule, args: Any, kwargs: Any) -> Tensor:
         """Parameter meets data in an op with a rule."""
@@ -248,7 +249,7 @@ class Tape(TorchFunctionMode):
         expanded over the batch (stride 0), whatever the op.
         """
         name, batched = op_name(func), func in _BROADCASTS or func in _MATMULS
-        others = [x for x in _tensors((args, kwargs)) if self._trained(x) is None]
+        others = [x for x in tensors((args, kwargs)) if self._trained(x) is None]
         dims = max(x.dim() for x in others + [t.value for t in trained])
         rows = max((x.shape[0] for x in others if x.dim() == dims), default=0)
 
@@ -265,7 +266,7 @@ class Tape(TorchFunctionMode):
                 return self._leaf(target, value)
             raise _no_rule(name, [target], f"of shape {tuple(target.value.shape)} together with data")
 
-        return func(*_map(args, copies), **_map(kwargs, copies))
+        return func(*map_tensors(args, copies), **map_tensors(kwargs, copies))
 
     def _leaf(self, target: Trained, value: Tensor) -> Tensor:
         leaf = value.detach().requires_grad_()
@@ -379,30 +380,3 @@ def _no_rule(op: str, trained: list[Trained], how: str) -> UnsupportedOp:
 def _is_inplace(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
-        for name in tree.__dataclass_fields__:
-            yield from _tensors(getattr(tree, name, None))
-
-
-def _map(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map(item, change) for item in tree))
-    if isinstance(tree, (list, tuple)):
-        mapped = [_map(item, change) for item in tree]
-        return mapped if isinstance(tree, list) else tuple(mapped)
-    if isinstance(tree, dict):
-        return {key: _map(item, change) for key, item in tree.items()}
-    return tree
