@@ -2,6 +2,8 @@
 
 from .accounting import calibrate as calibrate
 from .accounting import epsilon as epsilon
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
 from .clipping import clipped_sum as clipped_sum
 from .engine.check import check_op_rule as check_op_rule
 from .engine.contributions import Dense as Dense
@@ -12,6 +14,7 @@ from .engine.preflight import preflight as preflight
 from .ledger import Ledger as Ledger
 from .ledger import read_ledger as read_ledger
 from .plan import Plan as Plan
+from .privatize import privatize as privatize
 from .rules import PSAC as PSAC
 from .rules import Abadi as Abadi
 from .rules import AutoS as AutoS
@@ -24,6 +27,5 @@ from .rules import check_rule as check_rule
 from .sampling import PoissonBatch as PoissonBatch
 from .thresholds import FixedThreshold as FixedThreshold
 from .training import PrivateTraining as PrivateTraining
-from .training import privatize as privatize
 
 __version__ = "0.1.0"

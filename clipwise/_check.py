@@ -14,7 +14,10 @@ def _one(value: dict[str, object]) -> tuple[str, object]:
 def _real(name: str, given: object, wanted: str) -> float:
     if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(f"{name} must be {wanted}, got {given!r} of type {type(given).__name__}.")
-    return float(given)
+    try:
+        return float(given)
+    except OverflowError:
+        return math.inf
 
 
 def positive(**value: object) -> float:
@@ -31,6 +34,25 @@ def positive(**value: object) -> float:
     if not (math.isfinite(x) and x > 0):
         raise ValueError(f"{name} must be a finite number above 0, got {given!r}.")
     return x
+
+
+def between(low: float, high: float, **value: object) -> float:
+    """A number in [low, high]: outside, floating-point arithmetic no longer does what the formulas say.
+
+    >>> between(1e-15, 1e15, clip_norm=1e20)
+    Traceback (most recent call last):
+    ValueError: clip_norm must lie in [1e-15, 1e+15], got 1e+20.
+    """
+    ((name, given),) = value.items()
+    x = positive(**value)
+    if not low <= x <= high:
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {given!r}.")
+    return x
+
+
+def clip_norm(**value: object) -> float:
+    """A clip norm, in the range in which sums of float32 neither overflow nor lose their bound."""
+    return between(1e-15, 1e15, **value)
 
 
 def probability(**value: object) -> float:
@@ -63,6 +85,16 @@ def count(**value: object) -> int:
         raise TypeError(f"{name} must be a whole number of at least 1, got {given!r} of type {type(given).__name__}.")
     if given < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {given!r}.")
+    return int(given)
+
+
+def seed_or_none(**value: object) -> int | None:
+    """A whole number of at least zero, or None."""
+    name, given = _one(value)
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, or None, got {given!r}.")
     return int(given)
 
 

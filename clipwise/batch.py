@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from copy import copy
+from dataclasses import is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +30,10 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)([map_tensors(item, change) for item in tree])
     if is_dataclass(tree) and not isinstance(tree, type):
-        fields = {name: map_tensors(getattr(tree, name), change) for name in tree.__dataclass_fields__}
-        return replace(tree, **fields)
+        changed_ = copy(tree)
+        for name in tree.__dataclass_fields__:
+            object.__setattr__(changed_, name, map_tensors(getattr(tree, name), change))
+        return changed_
     return tree
 
 
@@ -80,10 +84,38 @@ def check_size(data: Any, size: int) -> None:
         )
 
 
-def padded_slice(data: Any, start: int, stop: int, rows: int) -> tuple[Any, Tensor]:
-    """Rows start…stop, the last one repeated up to `rows`, and the mask of the real ones."""
-    index = torch.arange(start, start + rows).clamp(max=stop - 1)
+def padded_slice(data: Any, start: int, stop: int, rows: int, size: int) -> tuple[Any, Tensor]:
+    """Rows start…stop of `size`, the last one repeated up to `rows`, and the mask of the real ones."""
     mask = torch.arange(rows) < stop - start
-    if rows == stop - start:
-        return map_tensors(data, lambda x: x[start:stop]), mask
-    return map_tensors(data, lambda x: x[index.to(x.device)]), mask
+    if (start, stop, rows) == (0, size, size):
+        return data, mask
+    index = torch.arange(start, start + rows).clamp(max=stop - 1)
+    return take(data, index, size), mask
+
+
+def take(data: Any, index: Tensor, size: int) -> Any:
+    """The rows `index` of a batch of `size`: of tensors, arrays and plain lists; constants stay as they are.
+
+    >>> take({"x": torch.tensor([5, 6]), "word": ["a", "b"], "scale": 2.0}, torch.tensor([1]), 2)
+    {'x': tensor([6]), 'word': ['b'], 'scale': 2.0}
+    """
+    if isinstance(data, Tensor):
+        return data[index.to(data.device)]
+    if isinstance(data, np.ndarray) and data.ndim and len(data) == size:
+        return data[index.numpy()]
+    if data is None or isinstance(data, (bool, int, float, str)):
+        return data
+    if isinstance(data, Mapping):
+        chosen = {key: take(item, index, size) for key, item in data.items()}
+        return chosen if type(data) is dict else _rebuilt(data, chosen)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(take(item, index, size) for item in data))
+    if isinstance(data, (list, tuple)):
+        if any(isinstance(item, (Tensor, np.ndarray, Mapping, list, tuple)) for item in data):
+            return type(data)([take(item, index, size) for item in data])
+        if len(data) == size:
+            return type(data)([data[i] for i in index.tolist()])
+    raise BatchShape(
+        f"A batch holds a {type(data).__name__} that cannot be split into microbatches, so rows of different examples "
+        "would be mixed. Collate it to a tensor, or to a list with one entry per example."
+    )

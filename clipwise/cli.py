@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.exceptions import TyperException
 
 from . import __version__
+from ._show import shown_delta, shown_epsilon
 from .accounting import calibrate as solve_sigma
 from .accounting import epsilon as spent_epsilon
 from .errors import ClipwiseError
@@ -59,7 +61,8 @@ def _one_clear_line() -> Iterator[None]:
 
 
 def _show(values: dict[str, Any], as_json: bool, text: str) -> None:
-    print(json.dumps(values) if as_json else text)
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    print(json.dumps(finite, allow_nan=False) if as_json else text)
 
 
 def _rule(name: str, per_layer: bool) -> Rule:
@@ -100,7 +103,7 @@ def epsilon(
         found = spent_epsilon(**numbers)
         certified = accountant != "gdp"
         remark = "" if certified else "  (an ESTIMATE below the true value; certifies nothing)"
-        text = f"epsilon = {found:.4f} at delta = {delta:g}, {accountant}, {adjacency}{remark}"
+        text = f"epsilon = {shown_epsilon(found)} at delta = {shown_delta(delta)}, {accountant}, {adjacency}{remark}"
         _show({"epsilon": found, "certified": certified, **numbers}, as_json, text)
 
 
@@ -125,7 +128,8 @@ def calibrate(
         }
         sigma = solve_sigma(epsilon=epsilon, **common)
         achieved = spent_epsilon(noise_multiplier=sigma, **common)
-        text = f"noise multiplier = {sigma:.6f}  (epsilon = {achieved:.4f} <= {epsilon:g} at delta = {delta:g})"
+        at = f"epsilon = {shown_epsilon(achieved)} <= {epsilon:g} at delta = {shown_delta(delta)}"
+        text = f"noise multiplier = {math.ceil(sigma * 1e6) / 1e6:.6f}  ({at})"
         _show({"noise_multiplier": sigma, "epsilon": achieved, "target_epsilon": epsilon, **common}, as_json, text)
 
 
@@ -171,7 +175,8 @@ def train(
         text = "\n".join(
             (
                 f"test accuracy  {100 * result.test_accuracy:.1f}% on {result.test_size} held-out digits",
-                f"privacy spent  epsilon = {result.epsilon:.4f} at delta = {result.delta:g}, {result.steps} steps",
+                f"privacy spent  epsilon = {shown_epsilon(result.epsilon)} at delta = {shown_delta(result.delta)}, "
+                f"{result.steps} steps",
                 f"time           {result.seconds:.1f} s",
                 where,
                 f"report         {result.report}",
@@ -195,7 +200,7 @@ def _progress_bar(
 
         def tick(training: PrivateTraining, number: int) -> None:
             if number % every == 0 or number == plan.steps:
-                bar.update(task, completed=training.ledger.charges, eps=f"{training.epsilon:.3f}")
+                bar.update(task, completed=training.ledger.charges, eps=shown_epsilon(training.epsilon))
             else:
                 bar.update(task, completed=training.ledger.charges)
 
@@ -207,7 +212,9 @@ def run() -> None:
     try:
         code = app(standalone_mode=False)
     except TyperException as error:
-        print(f"clipwise: {' '.join(error.format_message().split())}", file=sys.stderr)
+        message = " ".join(error.format_message().split())
+        if message:  # empty where the help text has been printed already
+            print(f"clipwise: {message}", file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         code = 130

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from . import _check
 from ._types import ClippedSum, Engine, LossFn, sum_dtype, unit_roundoff
 from .batch import batch_size
-from .engine import Gradients, OpRule, Tape, vmap_gradients
+from .engine import Gradients, OpRule, Paths, Tape, exact_products, vmap_gradients
+from .errors import ParameterMismatch
 from .rules import PSAC, Groups, Rule
 
 _ROUNDINGS = 4  # roundings of the accumulated sum that one more example can change, per example, in units of u·S
@@ -32,15 +33,30 @@ def with_rounding(sensitivity: float, dtypes: set[torch.dtype], examples: float)
     return sensitivity * (1 + _ROUNDINGS * u * max(examples, 1))
 
 
+def narrowed(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in the dtype of the sum, never rounded up; 0 where they would overflow a product or lose their digits.
+
+    A weight beyond 1e18 belongs to a gradient below 1e-18·C, which only AutoV blows up.
+    """
+    info, narrow = torch.finfo(dtype), weights.to(dtype)
+    narrow = torch.where(narrow.double() > weights, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
+    usable = torch.isfinite(narrow) & (narrow >= info.tiny) & (narrow <= 1e18)
+    return torch.where(usable, narrow, torch.zeros_like(narrow))
+
+
 def clip(
     gradients: Gradients, rule: Rule, clip_norm: float, groups: Groups, mask: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Σ_i w(n_i)·g_i and the norms [b, layers]. An example with a NaN or inf anywhere contributes exactly 0."""
-    norms = gradients.norms(groups)
-    keep = torch.isfinite(norms).all(dim=1)
-    if mask is not None:
-        keep = keep & mask.to(keep.device)
-    return gradients.weighted_sum(rule.weights(norms, clip_norm), keep, groups), norms
+    with exact_products(gradients.losses.device):
+        norms = gradients.norms(groups)
+        keep = torch.isfinite(norms).all(dim=1)
+        if mask is not None:
+            keep = keep & mask.to(keep.device)
+        weights = rule.weights(norms, clip_norm)
+        dtypes = {p.dtype for p in gradients.parameters.values()}
+        weights = narrowed(weights, torch.float64 if dtypes == {torch.float64} else torch.float32)
+        return gradients.weighted_sum(weights, keep, groups), norms
 
 
 def engine_gradients(
@@ -50,14 +66,16 @@ def engine_gradients(
     size: int,
     engine: Engine = "bookkeeping",
     op_rules: Mapping[Any, OpRule] | None = None,
+    paths: Paths | None = None,
 ) -> Gradients:
     """One forward and one backward pass of `size` examples."""
     if engine == "vmap":
         return vmap_gradients(model, loss_fn, data, size)
-    tape = Tape(model, data, size, op_rules)
-    with torch.enable_grad(), tape:
-        losses = loss_fn(model, data)
-    return tape.backward(losses)
+    tape = Tape(model, data, size, op_rules, paths)
+    with torch.enable_grad():
+        with tape:
+            losses = loss_fn(model, data)
+        return tape.backward(losses)
 
 
 def clipped_sum(
@@ -73,7 +91,8 @@ def clipped_sum(
     """The clipped gradient sum of one batch: the building block, no noise, for those who know.
 
     Guarantee: adding or removing one example changes `.grads` by at most `.sensitivity`, provided that the
-    model treats examples independently (`clipwise.preflight` checks that). Nothing is released.
+    model treats examples independently (`clipwise.preflight` checks that) and that batches have one shape
+    (do not pad to the longest example of the batch). Nothing is released.
 
     >>> from clipwise import Abadi
     >>> model = nn.Linear(2, 1, bias=False)
@@ -82,12 +101,39 @@ def clipped_sum(
     (tensor([5.0000], dtype=torch.float64), tensor([[0.6000, 0.8000]]))
     """
     rule = PSAC() if rule is None else rule
-    _check.positive(clip_norm=clip_norm)
+    if isinstance(rule, type) or not isinstance(rule, Rule):
+        raise TypeError(f"rule must be a clipping rule such as PSAC(), got {rule!r}.")
+    _check.clip_norm(clip_norm=clip_norm)
     _check.one_of(("bookkeeping", "vmap"), engine=engine)
     parameters = trainable(model)
     groups = rule.groups(list(parameters))
     size = batch_size(batch)
+    dtypes = {p.dtype for p in parameters.values()}
+    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), dtypes, size)
+    if size == 0:
+        zeros = {n: torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=p.device) for n, p in parameters.items()}
+        return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64), bound, torch.zeros(0))
     gradients = engine_gradients(model, loss_fn, batch, size, engine, op_rules)
     grads, norms = clip(gradients, rule, clip_norm, groups)
-    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), {p.dtype for p in parameters.values()}, size)
     return ClippedSum(grads, norms[:, 0] if len(groups) == 1 else norms, bound, gradients.losses)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer holds exactly the trainable parameters (and frozen ones of the model), and no gradient waits."""
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p): name for name, p in model.named_parameters()}
+    if foreign := [tuple(p.shape) for i, p in held.items() if i not in known]:
+        raise ParameterMismatch(
+            f"The optimizer holds {len(foreign)} parameter(s) not of the model (shapes {foreign[:3]}). "
+            "They would be trained without clipping and noise. Build the optimizer from model.parameters()."
+        )
+    if left_out := [name for name, p in trainable(model).items() if id(p) not in held]:
+        raise ParameterMismatch(
+            f"Parameter(s) {', '.join(left_out[:5])} are trainable but not in the optimizer: they would cost privacy "
+            "without being trained. Freeze them with requires_grad_(False), or give them to the optimizer."
+        )
+    if waiting := [name for name, p in model.named_parameters() if p.grad is not None]:
+        raise ParameterMismatch(
+            f"Parameter(s) {', '.join(waiting[:5])} already hold a .grad, which is neither clipped nor noised. "
+            "Call optimizer.zero_grad(set_to_none=True), and never loss.backward()."
+        )

@@ -2,8 +2,10 @@
 
 A JSON-lines file. Line 0 holds the plan; every further line is one charge. A charge is written and
 fsynced BEFORE its release, so whatever happens afterwards, the ledger's ε is at least what was
-released. Each line carries the hash of the line before it: an edited, truncated or reordered line is
+released. Each line carries the hash of the line before it: an edited, removed or reordered line is
 seen. A torn last line (a crash in the middle of a write) counts as charged. One process at a time.
+What a single file cannot show is that it was put back to an older state of itself, whole lines gone
+from its end: only a checkpoint, which remembers the ledger's last line, sees that.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ._show import shown_delta, shown_epsilon
 from .errors import BudgetExhausted, LedgerError, PlanMismatch
 from .plan import Plan
 
 VERSION = 1
+_OPEN: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
 
 
 def _hashed(previous: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +109,9 @@ class Ledger:
         self.plan = plan
         self.path = None if path is None else Path(path)
         self._file: int | None = None
-        self._reserved = False
+        self._reserved = 0
+        self._lock = threading.RLock()
+        self._size = 0
         self._process = os.getpid()
         self._lines = 1
         self.notes: list[str] = []
@@ -128,26 +136,45 @@ class Ledger:
         assert self.path is not None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            if not self.path.exists():
+                self._create()
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as error:
             raise LedgerError(f"Ledger {self.path} cannot be opened for writing: {error.strerror}.") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self.close()
+            mine = str(self.path.resolve()) in _OPEN
+            os.close(self._file)
+            self._file = None
+            who = "an earlier run in this process (close it: training.ledger.close())" if mine else "another process"
             raise LedgerError(
-                f"Ledger {self.path} is in use by another process. Two runs on one ledger would each see half of what "
-                "is spent. Wait for the other, or give this run a ledger of its own."
+                f"Ledger {self.path} is in use by {who}. Two runs on one ledger would each see half of what is spent. "
+                "Wait for the other, or give this run a ledger of its own."
             ) from error
         try:
-            if os.fstat(self._file).st_size == 0:
-                self._write(self.head)
-                self._sync_folder()
-            else:
-                self._resume(read_ledger(self.path))
-        except Exception:
+            self._resume(read_ledger(self.path))
+            self._size = os.fstat(self._file).st_size
+        except BaseException:
             self.close()
             raise
+        _OPEN[str(self.path.resolve())] = self
+
+    def _create(self) -> None:
+        """A new ledger appears with its head or not at all: an empty file is never a fresh one."""
+        assert self.path is not None
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(json.dumps(self.head, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, self.path)
+        except FileExistsError:
+            pass  # another process was first; its head is checked like any other
+        finally:
+            os.unlink(draft)
+        self._sync_folder()
 
     def _resume(self, state: LedgerState) -> None:
         if state.head.get("digest") != self.plan.digest:
@@ -198,55 +225,97 @@ class Ledger:
             if os.write(self._file, line) != len(line):
                 raise OSError("short write")
             os.fsync(self._file)
+            self._size += len(line)
         except OSError as error:
             self.close()
             raise LedgerError(
                 f"Ledger {self.path} could not be written ({error}). Without a durable charge nothing is released; "
                 "this run is over. Make room on the disk and resume."
             ) from error
+        except BaseException:  # interrupted: the line may be on disk, so this object no longer knows its last line
+            self.close()
+            raise
 
-    def reserve(self) -> None:
-        """Refuse, before the data is touched, a charge that the plan does not allow."""
-        if self.persistent and self._file is None:
-            raise LedgerError(f"Ledger {self.path} is closed; nothing can be charged to it.")
+    def _check(self) -> None:
+        """This process, an open file, and the same file that was opened, as long as it was left."""
         if os.getpid() != self._process:
             raise LedgerError(
                 "This ledger belongs to the parent process: after a fork, both would charge the same file. "
                 "Open a ledger of its own in the child."
             )
-        if self.charges >= self.plan.steps:
-            step = self.charges + 1
-            raise BudgetExhausted(
-                f"Budget exhausted: step {step} would reach epsilon={self.plan.epsilon_after(step):.4f} > "
-                f"{self.plan.epsilon:.4f} ({self.plan.accountant}, delta={self.plan.delta:g}). "
-                "Stop here, or plan more steps before the run begins."
+        if self.path is None:
+            return
+        if self._file is None:
+            raise LedgerError(f"Ledger {self.path} is closed; nothing can be charged to it.")
+        try:
+            there, mine = os.stat(self.path), os.fstat(self._file)
+            same = (there.st_dev, there.st_ino, there.st_size) == (mine.st_dev, mine.st_ino, self._size)
+        except OSError:
+            same = False
+        if not same:
+            self.close()
+            raise LedgerError(
+                f"Ledger {self.path} was removed, replaced or changed while the run was using it, so what is on disk "
+                "is no longer what was spent. Restore it; this run is over."
             )
-        self._reserved = True
+
+    def reserve(self) -> None:
+        """Refuse, before the data is touched, a charge that the plan does not allow."""
+        with self._lock:
+            self._check()
+            if self.charges + self._reserved >= self.plan.steps:
+                raise BudgetExhausted(self._exhausted())
+            self._reserved += 1
+
+    def _exhausted(self) -> str:
+        step = self.charges + self._reserved + 1
+        return (
+            f"Budget exhausted: step {step} would reach epsilon={shown_epsilon(self.plan.epsilon_after(step))} > "
+            f"{shown_epsilon(self.plan.epsilon)} ({self.plan.accountant}, delta={shown_delta(self.plan.delta)}). "
+            "Stop here, or plan more steps before the run begins."
+        )
 
     def commit(self) -> int:
         """Charge the reserved step; returns its number once the charge is durable."""
-        if not self._reserved:
-            raise LedgerError("commit without reserve: a step must be allowed before it is charged.")
-        self._reserved = False
-        entry = _hashed(self._hash, {"kind": "charge", "line": self._lines})
-        if self.persistent:
-            self._write(entry)
-        self._hash, self._lines, self.charges = entry["hash"], self._lines + 1, self.charges + 1
-        return self.charges
+        with self._lock:
+            self._check()
+            if not self._reserved:
+                raise LedgerError("commit without reserve: a step must be allowed before it is charged.")
+            self._reserved -= 1
+            self._append({"kind": "charge"})
+            self.charges += 1
+            return self.charges
 
-    def note(self, text: str) -> None:
-        """Put a remark on record, such as a check that lies outside the guarantee."""
-        self.notes.append(text)
-        entry = _hashed(self._hash, {"kind": "note", "line": self._lines, "text": text})
+    def _append(self, body: dict[str, Any]) -> None:
+        entry = _hashed(self._hash, {**body, "line": self._lines})
         if self.persistent:
             self._write(entry)
         self._hash, self._lines = entry["hash"], self._lines + 1
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """How far this ledger has come: its number of lines and the hash of the last, for checkpoints."""
+        return {"lines": self._lines, "hash": self._hash}
+
+    def holds(self, position: dict[str, Any]) -> bool:
+        """Whether this ledger passed through `position`: an older copy of it did not."""
+        if self.path is None or position["lines"] > self._lines:
+            return False
+        return bool(read_ledger(self.path).entries[position["lines"] - 1]["hash"] == position["hash"])
+
+    def note(self, text: str) -> None:
+        """Put a remark on record, such as a check that lies outside the guarantee."""
+        with self._lock:
+            self._check()
+            self._append({"kind": "note", "text": text})
+            self.notes.append(text)
 
     def close(self) -> None:
         """Release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+            _OPEN.pop(str(self.path.resolve()) if self.path else "", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         """Copies of a run charge the same ledger."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ._check import count, one_of, open_unit, positive, probability
+from ._show import shown_delta, shown_epsilon
 from .accounting import calibrate
 from .accounting.accountants import CERTIFYING, epsilon_of
 from .accounting.events import ADJACENCIES, StepEvent
@@ -53,8 +54,10 @@ class Plan:
             raise CannotCertify("accountant='gdp' is an estimate below the true epsilon; a plan needs 'pld' or 'rdp'.")
         one_of(CERTIFYING, accountant=self.accountant)
         one_of(ADJACENCIES, adjacency=self.adjacency)
-        if not isinstance(self.rule, Rule):
+        if isinstance(self.rule, type) or not isinstance(self.rule, Rule):
             raise TypeError(f"rule must be a clipping rule such as PSAC(), got {self.rule!r}.")
+        if not isinstance(self.threshold, FixedThreshold):
+            raise TypeError(f"threshold must be a threshold such as FixedThreshold(1.0), got {self.threshold!r}.")
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("Give exactly one of epsilon (the target) and noise_multiplier.")
         if self.epsilon is not None:
@@ -90,7 +93,7 @@ class Plan:
         size, batch_size, epochs = count(size=size), count(batch_size=batch_size), positive(epochs=epochs)
         if batch_size > size:
             raise ValueError(f"batch_size must not exceed size, got {batch_size} > {size}.")
-        steps = math.floor(epochs * size / batch_size)
+        steps = math.floor(epochs * size / batch_size + 1e-9)
         return cls(sampling_prob=batch_size / size, steps=steps, expected_batch_size=batch_size, **others)
 
     @property
@@ -118,13 +121,14 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A fingerprint: two plans with the same digest promise the same."""
-        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+        """A fingerprint of what was given: two plans with the same digest promise the same."""
+        given = {k: v for k, v in self.as_dict().items() if k not in ("epsilon", "target_epsilon")}
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
     def statement(self) -> dict[str, Any]:
         """The privacy statement in machine-readable form, for the whole planned run."""
         return {
-            "guarantee": f"({self.epsilon:.4f}, {self.delta:g})-differential privacy",
+            "guarantee": f"({shown_epsilon(self.epsilon)}, {shown_delta(self.delta)})-differential privacy",
             "epsilon": self.epsilon,
             "delta": self.delta,
             "unit": "one example; a person with several examples is NOT covered as one",
@@ -144,7 +148,7 @@ class Plan:
         target = f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else ""
         return "\n".join(
             (
-                f"Plan: ({self.epsilon:.4f}, {self.delta:g})-DP after {self.steps} steps{target}",
+                f"Plan: ({shown_epsilon(self.epsilon)}, {shown_delta(self.delta)})-DP after {self.steps} steps{target}",
                 f"  privacy unit    one example, {self.adjacency.replace('_', '-')}",
                 "                  a person with several examples is not covered as one",
                 f"  mechanism       Gaussian, noise multiplier {self.noise_multiplier:.4f}, by {self.accountant}",

@@ -165,7 +165,7 @@ def by_module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PerLayer:
     """`rule` on each layer's own norm, with C_l = C·a_l and Σ a_l² = 1 (a_l = 1/√L unless told).
 
@@ -187,6 +187,13 @@ class PerLayer:
         if self.shares is not None:
             scale = math.hypot(*(positive(shares=a) for a in self.shares))
             object.__setattr__(self, "shares", tuple(a / scale for a in self.shares))
+
+    def __repr__(self) -> str:
+        """Without memory addresses, so that a plan is the same plan in another process."""
+        layers = self.layer_of
+        if callable(layers):
+            layers = f"{layers.__module__}.{layers.__qualname__}"  # type: ignore[assignment]
+        return f"PerLayer(rule={self.rule!r}, shares={self.shares!r}, layer_of={layers!r})"
 
     def groups(self, names: Sequence[str]) -> Groups:
         """One group per layer, in the order of their first parameter."""

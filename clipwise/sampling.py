@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ._check import count, probability
 from .batch import check_size, map_tensors
+from .errors import WrongBatch
 
 
 class Dataset(Protocol):
@@ -34,17 +35,27 @@ class Dataset(Protocol):
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PoissonBatch:
     """One Poisson batch, to be used once. `.data` is the collated batch, None when no example was drawn.
 
-    Its size is secret: the object does not print it.
+    Its size is secret, and it cannot be copied: the same sample stepped twice is not two samples.
     """
 
-    data: Any = field(repr=False)
-    size: int = field(repr=False)
-    owner: object = field(repr=False)
-    used: bool = False
+    data: Any
+    _size: int
+
+    def __copy__(self) -> PoissonBatch:
+        raise WrongBatch("A Poisson batch cannot be copied: the same sample stepped twice is not two samples.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoissonBatch:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise WrongBatch("A Poisson batch cannot be pickled: the same sample stepped twice is not two samples.")
+
+    def __repr__(self) -> str:
+        return "PoissonBatch()"
 
 
 class PoissonSampler:
@@ -82,11 +93,24 @@ class PoissonSampler:
         return PoissonSampler, (self.sampling_prob, self._seed)
 
 
+class _Rows:
+    """A bare tensor as a data set: a record is a row, a batch a tensor."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
 def as_dataset(dataset: Any) -> Dataset:
-    """Accept a map-style dataset, or a tensor or tuple of tensors with equal first axes."""
+    """Accept a map-style dataset, a tensor, or a tuple of tensors with equal first axes."""
     if isinstance(dataset, torch.Tensor):
-        return TensorDataset(dataset)
-    if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
+        return _Rows(dataset)
+    if isinstance(dataset, tuple) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
         return TensorDataset(*dataset)
     if isinstance(dataset, DataLoader):
         raise TypeError(
@@ -101,6 +125,13 @@ def as_dataset(dataset: Any) -> Dataset:
     return dataset  # type: ignore[no-any-return]
 
 
+def collate_for(dataset: Any, collate_fn: Collate | None) -> Collate:
+    """What makes a batch of records: the user's function, or torch's, which turns tuples into lists: not ours."""
+    if collate_fn is None and isinstance(as_dataset(dataset), TensorDataset):
+        return lambda records: tuple(default_collate(records))
+    return collate_fn or default_collate
+
+
 def draws(sampler: PoissonSampler, size: int, steps: int) -> Iterator[Sequence[int]]:
     """`steps` lists of indices."""
     count(steps=steps)
@@ -112,7 +143,6 @@ def poisson_batches(
     dataset: Any,
     sampler: PoissonSampler,
     steps: int,
-    owner: object,
     *,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
@@ -120,22 +150,28 @@ def poisson_batches(
 ) -> Iterator[PoissonBatch]:
     """Yield `steps` one-use batches. The collate function is never called with an empty list."""
     records = as_dataset(dataset)
-    if isinstance(records, TensorDataset) and collate_fn is None:
-        collated = _indexed(records, draws(sampler, len(records), steps))
+    chosen = draws(sampler, len(records), steps)
+    if isinstance(records, (TensorDataset, _Rows)) and collate_fn is None:
+        collated = _indexed(records, chosen)
     else:
-        collated = _loaded(records, draws(sampler, len(records), steps), collate_fn or default_collate, num_workers)
+        collated = _loaded(records, chosen, collate_fn or default_collate, num_workers)
     for data, size in collated:
         if size:
             check_size(data, size)
             if device is not None:
                 data = map_tensors(data, lambda x: x.to(device, non_blocking=True))
-        yield PoissonBatch(data, size, owner)
+        yield PoissonBatch(data, size)
 
 
-def _indexed(records: TensorDataset, indices: Iterator[Sequence[int]]) -> Iterator[tuple[Any, int]]:
+def _indexed(records: TensorDataset | _Rows, indices: Iterator[Sequence[int]]) -> Iterator[tuple[Any, int]]:
     for chosen in indices:
         rows = torch.tensor(chosen, dtype=torch.int64)
-        yield (tuple(x[rows.to(x.device)] for x in records.tensors) if chosen else None), len(chosen)
+        if not chosen:
+            yield None, 0
+        elif isinstance(records, _Rows):
+            yield records.rows[rows.to(records.rows.device)], len(chosen)
+        else:
+            yield tuple(x[rows.to(x.device)] for x in records.tensors), len(chosen)
 
 
 def _loaded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._check import positive
+from ._check import clip_norm
 
 
 @dataclass(frozen=True)
@@ -18,5 +18,5 @@ class FixedThreshold:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        """C > 0."""
-        positive(clip_norm=self.clip_norm)
+        """C > 0, in a range that floating point can bear."""
+        object.__setattr__(self, "clip_norm", clip_norm(clip_norm=self.clip_norm))

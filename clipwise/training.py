@@ -1,4 +1,4 @@
-"""privatize() and PrivateTraining: the private step, composed of engine, rule, ledger, noise and optimizer."""
+"""PrivateTraining: the private step, composed of engine, rule, ledger, noise and optimizer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._check import count, one_of
 from ._types import Engine, LossFn
 from .batch import batch_size, padded_slice
-from .clipping import clip, engine_gradients, trainable, with_rounding
-from .engine import Gradients, OpRule, Tape
-from .engine.preflight import Probe, preflight_dataset
-from .errors import ParameterMismatch, UnsupportedOp, WrongBatch, WrongOrder
+from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding
+from .engine import Gradients, OpRule, Paths, Tape
+from .engine.preflight import Probe, preflight_batch, preflight_dataset
+from .errors import ParameterMismatch, WrongBatch, WrongOrder
 from .ledger import Ledger
-from .noise import Mode, NoiseSource
+from .noise import NoiseSource
 from .plan import Plan
-from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, poisson_batches
+from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, poisson_batches
 
 
 @dataclass(eq=False)
@@ -34,15 +32,30 @@ class Microbatch:
     mask: Tensor = field(repr=False)
 
 
-class _StepGuard:
+@dataclass(frozen=True)
+class Settings:
+    """Knobs that change speed or what is checked, never the guarantee."""
+
+    microbatch: int | None = None
+    engine: Engine = "bookkeeping"
+    preflight: bool | str = True
+    probe: Any = None
+    sampling: str = "poisson"
+    op_rules: Mapping[Any, OpRule] | None = None
+
+
+class StepGuard:
     """Stands before optimizer.step(): only a release may pass, so that no un-noised gradient ever does."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        """Register with the optimizer."""
         self.open = False
+        self.ledger = ledger
         optimizer.register_step_pre_hook(self)
-        _GUARDS[optimizer] = self
+        GUARDS[optimizer] = self
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise unless a release is under way."""
         if not self.open:
             raise WrongOrder(
                 "optimizer.step() was called outside training.step() or training.release(): its gradients would be "
@@ -50,7 +63,18 @@ class _StepGuard:
             )
 
 
-_GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _StepGuard] = weakref.WeakKeyDictionary()
+GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Step:
+    """One batch under way. The clip norm and the sensitivity are read once, so that they cannot drift apart."""
+
+    clip_norm: float
+    sensitivity: float
+    parts: list[Microbatch]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    recording: tuple[Tape, Microbatch] | None = None
 
 
 class PrivateTraining:
@@ -62,58 +86,87 @@ class PrivateTraining:
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         loss_fn: LossFn | None,
-        *,
         ledger: Ledger,
         noise: NoiseSource,
         sampler: PoissonSampler,
-        settings: _Settings,
+        settings: Settings,
     ) -> None:
         """Only stores; `privatize` checks."""
-        self.model, self.optimizer, self.plan, self.loss_fn = model, optimizer, plan, loss_fn
-        self.ledger = ledger
-        self._noise, self._sampler, self._settings = noise, sampler, settings
+        self._model, self._optimizer, self._plan, self._loss_fn = model, optimizer, plan, loss_fn
+        self._ledger, self._noise, self._sampler, self._settings = ledger, noise, sampler, settings
         self._names = list(trainable(model))
         self._groups = plan.rule.groups(self._names)
-        self._guard = _GUARDS.get(optimizer) or _StepGuard(optimizer)
-        self._sums: dict[str, Tensor] | None = None
-        self._batch: PoissonBatch | None = None
-        self._parts_left = 0
-        self._recording: tuple[Tape, Tensor] | None = None
-        self._checked = settings.preflight is False
+        self._guard = GUARDS.get(optimizer) or StepGuard(optimizer, ledger)
+        self._guard.ledger = ledger
+        self._issued: weakref.WeakSet[PoissonBatch] = weakref.WeakSet()
+        self._step: _Step | None = None
+        self._paths: Paths = {}
+        self._checked = False
 
     # -- public numbers -----------------------------------------------------------------------------
 
     @property
+    def model(self) -> nn.Module:
+        """The model, unwrapped."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; it belongs to the run and cannot be swapped."""
+        return self._optimizer
+
+    @property
+    def plan(self) -> Plan:
+        """Every public number of the run."""
+        return self._plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """The record of what is spent."""
+        return self._ledger
+
+    @property
     def epsilon(self) -> float:
         """ε spent so far, never understated."""
-        return self.ledger.spent
+        return self._ledger.spent
 
     @property
     def clip_norm(self) -> float:
         """C of the next step."""
-        return self.plan.threshold.clip_norm
+        return self._plan.threshold.clip_norm
 
     @property
     def sensitivity(self) -> float:
         """The bound on one example's influence on a step's sum, rounding included. Public."""
-        bound = self.plan.rule.sensitivity(self.clip_norm, len(self._groups))
-        dtypes = {p.dtype for p in trainable(self.model).values()}
-        return with_rounding(bound, dtypes, 1.5 * self.plan.expected_batch_size + 64)
+        bound = self._plan.rule.sensitivity(self.clip_norm, len(self._groups))
+        dtypes = {p.dtype for p in trainable(self._model).values()}
+        return with_rounding(bound, dtypes, self._largest_batch)
+
+    @property
+    def _largest_batch(self) -> float:
+        """A Poisson batch is larger than this with probability below 1e-15. Public."""
+        return 1.5 * self._plan.expected_batch_size + 64
 
     def statement(self) -> dict[str, Any]:
         """What can be promised about the run so far, and what cannot."""
-        asserted = self.ledger.head["assertions"]
-        return {
-            **self.plan.statement(),
+        asserted, notes = self._ledger.head["assertions"], list(self._ledger.notes)
+        statement = {
+            **self._plan.statement(),
             "spent_epsilon": self.epsilon,
-            "steps_charged": self.ledger.charges,
+            "steps_charged": self._ledger.charges,
             "asserted_by_user": asserted,
-            "certified": not asserted,
-            "notes": list(self.ledger.notes),
-            "ledger": repr(self.ledger),
+            "notes": notes,
+            "certified": not asserted and not notes,
+            "ledger": repr(self._ledger),
         }
+        if "seed" in asserted or "noise" in asserted:
+            verdict = "NOT PRIVATE: the noise was seeded" if "seed" in asserted else "NOT CERTIFIED: fast noise"
+            statement["guarantee"] = verdict
+        elif asserted or notes:
+            statement["guarantee"] += ", provided that what the user asserted is true"
+        return statement
 
-    # -- the step -----------------------------------------------------------------------------------
+    # -- batches ------------------------------------------------------------------------------------
 
     def batches(
         self,
@@ -126,263 +179,179 @@ class PrivateTraining:
         """One-use Poisson batches for every step that the plan has left; the model is checked first (preflight)."""
         if self._settings.sampling == "asserted":
             raise WrongBatch("sampling='asserted' means that you bring your own batches; step them directly.")
-        if not self._checked:
-            self._preflight(dataset, collate_fn, device)
-        left = self.plan.steps - self.ledger.charges
+        records = as_dataset(dataset)
+        if self._settings.preflight and self._loss_fn is not None and len(records):
+            probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
+            preflight_dataset(
+                self._model,
+                self._loss_fn,
+                records,
+                probe,
+                collate_for(dataset, collate_fn),
+                device,
+                self._engine(),
+            )
+        left = self._plan.steps - self._ledger.charges
         if left <= 0:
             return iter(())
-        return poisson_batches(
-            dataset, self._sampler, left, self, collate_fn=collate_fn, device=device, num_workers=num_workers
+        drawn = poisson_batches(
+            dataset, self._sampler, left, collate_fn=collate_fn, device=device, num_workers=num_workers
         )
+        return self._issue(drawn)
 
-    def _preflight(self, dataset: Any, collate_fn: Collate | None, device: Any) -> None:
-        if self.loss_fn is not None:
-            private = self._settings.preflight == "private"
-            if private:
-                self.ledger.note("preflight looked at private records: outside the guarantee")
-            probe = Probe(records=self._settings.probe, private=private)
-            records = as_dataset(dataset)
-            if len(records):
-                preflight_dataset(self.model, self.loss_fn, records, probe, collate_fn, device, self._settings.op_rules)
-        self._checked = True
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": self._settings.engine, "op_rules": self._settings.op_rules, "paths": self._paths}
+
+    def _issue(self, drawn: Iterator[PoissonBatch]) -> Iterator[PoissonBatch]:
+        for batch in drawn:
+            self._issued.add(batch)
+            yield batch
+            if batch in self._issued:
+                raise WrongBatch(
+                    "The batch before this one was not stepped. Which batches are skipped can depend on the data (an "
+                    "empty one, a large one), and the account assumes that all are used. Step every batch, or stop."
+                )
+
+    def _accepted(self, batch: Any) -> PoissonBatch:
+        if self._settings.sampling == "asserted" and not isinstance(batch, PoissonBatch):
+            batch = PoissonBatch(batch, 0 if batch is None else batch_size(batch))
+            self._issued.add(batch)
+            if batch._size and self._settings.preflight and self._loss_fn is not None and not self._checked:
+                preflight_batch(self._model, self._loss_fn, batch.data, self._engine())
+                self._checked = True
+        if not isinstance(batch, PoissonBatch) or batch not in self._issued:
+            raise WrongBatch(
+                f"step() takes only batches from this run's training.batches(dataset), each once; got "
+                f"{type(batch).__name__}. A shuffled or weighted loader, or a batch stepped before, has another "
+                "privacy cost, which would be reported wrongly. If your sampler really is Poisson, vouch for it with "
+                "privatize(..., sampling='asserted')."
+            )
+        if batch._size > self._largest_batch:
+            raise WrongBatch(
+                f"Batches are far larger than expected_batch_size={self._plan.expected_batch_size:g}, which bounds how "
+                "much a sum can round. Declare expected_batch_size = sampling_prob · size of the data."
+            )
+        return batch
+
+    # -- the step -----------------------------------------------------------------------------------
 
     def step(self, batch: PoissonBatch) -> None:
         """Clip, charge, noise, and step the optimizer. Returns None: nothing private leaks out of it."""
-        if self.loss_fn is None:
+        if self._loss_fn is None:
             raise WrongOrder("privatize() was given no loss_fn: use record(), backward() and release().")
-        settings = self._settings
-        parts = self.microbatches(batch)
-        try:
-            for part in parts:
-                self._add(
-                    engine_gradients(
-                        self.model, self.loss_fn, part.data, len(part.mask), settings.engine, settings.op_rules
-                    ),
-                    part.mask,
-                )
-        except BaseException:
-            self._sums = None  # nothing was released, nothing is charged
-            raise
+        for part in self.microbatches(batch):
+            with self._charged_if_it_fails():
+                found = engine_gradients(self._model, self._loss_fn, part.data, len(part.mask), **self._engine())
+                self._add(found, part)
+            del found
         self.release()
 
     def microbatches(self, batch: PoissonBatch) -> list[Microbatch]:
         """Begin a batch: reserve its charge, and split it. An empty batch has no microbatches, only a release."""
-        if self._sums is not None:
+        if self._step is not None:
             raise WrongOrder("The batch before this one was not released; call training.release() once per batch.")
         batch = self._accepted(batch)
         self._check_parameters()
-        self.ledger.reserve()
-        batch.used = True
-        rows = self._settings.microbatch or max(batch.size, 1)
-        starts = range(0, batch.size, rows)
-        parts = [Microbatch(*padded_slice(batch.data, s, min(s + rows, batch.size), rows)) for s in starts]
-        self._batch, self._sums, self._parts_left = batch, {}, len(parts)
-        return parts
+        self._ledger.reserve()
+        self._issued.discard(batch)
+        self._step = _Step(self.clip_norm, self.sensitivity, [])
+        with self._charged_if_it_fails():
+            size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
+            for start in range(0, size, rows):
+                part = padded_slice(batch.data, start, min(start + rows, size), rows, size)
+                self._step.parts.append(Microbatch(*part))
+        return list(self._step.parts)
 
-    def _accepted(self, batch: Any) -> PoissonBatch:
-        if self._settings.sampling == "asserted" and not isinstance(batch, PoissonBatch):
-            return PoissonBatch(batch, 0 if batch is None else batch_size(batch), self)
-        if not isinstance(batch, PoissonBatch) or batch.owner is not self:
-            raise WrongBatch(
-                f"step() takes only batches from training.batches(dataset), got {type(batch).__name__}. A shuffled or "
-                "weighted loader has another privacy cost, which would be reported wrongly. If your sampler really is "
-                "Poisson, vouch for it with privatize(..., sampling='asserted')."
-            )
-        if batch.used:
-            raise WrongBatch(
-                "This batch was stepped before. A batch used twice is not a Poisson sample: draw a new one."
-            )
-        return batch
+    @contextmanager
+    def _charged_if_it_fails(self) -> Iterator[None]:
+        """A failure on private data is seen by whoever sees the run: charge it, and put it on record."""
+        try:
+            yield
+        except BaseException:
+            self._step = None
+            self._ledger.commit()
+            self._ledger.note("a step failed on private data and was charged; that it failed is outside the guarantee")
+            raise
 
     @contextmanager
     def record(self, part: Microbatch) -> Iterator[Any]:
         """Record the forward pass of one microbatch; yields its data."""
         if self._settings.engine != "bookkeeping":
             raise WrongOrder("record() needs engine='bookkeeping'; engine='vmap' needs a loss_fn and step().")
-        if self._sums is None or self._recording is not None or self._parts_left == 0:
+        step = self._step
+        if step is None or step.recording is not None or not any(p is part for p in step.parts):
             raise WrongOrder(
-                "Begin with `for part in training.microbatches(batch)`, and call backward() after record()."
+                "Begin with `for part in training.microbatches(batch)`, record each part once, and call backward() "
+                "after record()."
             )
-        tape = Tape(self.model, part.data, len(part.mask), self._settings.op_rules)
-        with torch.enable_grad(), tape:
+        tape = Tape(self._model, part.data, len(part.mask), self._settings.op_rules, self._paths)
+        with self._charged_if_it_fails(), torch.enable_grad(), tape:
             yield part.data
-        self._recording = (tape, part.mask)
+        step.recording = (tape, part)
 
     def backward(self, losses: Tensor) -> None:
         """Clip and add the recorded microbatch. Nothing is released, and no `p.grad` is touched."""
-        if self._recording is None:
+        if self._step is None or self._step.recording is None:
             raise WrongOrder("backward() without record(): run the forward pass inside `with training.record(part)`.")
-        (tape, mask), self._recording = self._recording, None
-        self._add(tape.backward(losses), mask)
+        (tape, part), self._step.recording = self._step.recording, None
+        with self._charged_if_it_fails():
+            self._add(tape.backward(losses), part)
 
-    def _add(self, gradients: Gradients, mask: Tensor) -> None:
-        assert self._sums is not None
-        sums, _ = clip(gradients, self.plan.rule, self.clip_norm, self._groups, mask)
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
-        self._parts_left -= 1
+    def _add(self, gradients: Gradients, part: Microbatch) -> None:
+        assert self._step is not None
+        step = self._step
+        sums, _ = clip(gradients, self._plan.rule, step.clip_norm, self._groups, part.mask)
+        step.sums = {name: step.sums[name].add_(v) if name in step.sums else v for name, v in sums.items()}
+        step.parts = [p for p in step.parts if p is not part]
 
     def release(self) -> None:
         """Once per batch: charge durably, then noise, divide, write `p.grad`, and step the optimizer."""
-        if self._sums is None or self._recording is not None:
+        step = self._step
+        if step is None or step.recording is not None:
             raise WrongOrder("release() without a recorded batch, or before backward(); one release per batch.")
-        if self._parts_left:
-            raise WrongOrder(f"release() with {self._parts_left} microbatches not recorded: use all of them, or none.")
+        if step.parts:
+            raise WrongOrder("release() with microbatches that were not recorded: use all of them.")
         parameters = self._check_parameters()
-        sums, self._sums, self._batch = self._sums, None, None
+        self._step = None
         for name, p in parameters.items():
-            sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
+            step.sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
         noised = self._noise.add(
-            sums,
-            sequence=self.ledger.commit(),
-            sensitivity=self.sensitivity,
-            noise_multiplier=self.plan.gradient_noise_multiplier,
+            step.sums,
+            sequence=self._ledger.commit(),
+            sensitivity=step.sensitivity,
+            noise_multiplier=self._plan.gradient_noise_multiplier,
             stream="gradient",
         )
         for name, p in parameters.items():
-            p.grad = noised[name].div_(self.plan.expected_batch_size).to(p.dtype)
-        self._guard.open = True
+            p.grad = noised[name].div_(self._plan.expected_batch_size).to(p.dtype)
         try:
-            self.optimizer.step()
+            self._guard.open = True
+            self._optimizer.step()
         finally:
             self._guard.open = False
-            self.optimizer.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad(set_to_none=True)
 
     def _check_parameters(self) -> dict[str, nn.Parameter]:
-        parameters = trainable(self.model)
+        parameters = trainable(self._model)
         if list(parameters) != self._names:
             changed = sorted(set(parameters) ^ set(self._names))
             raise ParameterMismatch(
                 f"The trainable parameters changed since privatize(): {', '.join(changed)}. Freeze or unfreeze before "
-                "privatize(), or begin a new run with the same ledger plan."
+                "privatize()."
             )
-        check_optimizer(self.optimizer, parameters)
+        check_optimizer(self._optimizer, self._model)
         return parameters
+
+    # -- copies -------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateTraining:
         """A copy trains its own weights with its own noise and coins, and charges the same ledger."""
-        model, optimizer = copy.deepcopy((self.model, self.optimizer), memo)
+        model, optimizer = copy.deepcopy((self._model, self._optimizer), memo)
         noise, sampler = copy.deepcopy((self._noise, self._sampler))
         return PrivateTraining(
-            model,
-            optimizer,
-            self.plan,
-            self.loss_fn,
-            ledger=self.ledger,
-            noise=noise,
-            sampler=sampler,
-            settings=self._settings,
+            model, optimizer, self._plan, self._loss_fn, self._ledger, noise, sampler, self._settings
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Never a second run by pickle: it would hold a second ledger."""
-        raise WrongOrder("A PrivateTraining cannot be pickled. Save model.state_dict(), and keep the ledger file.")
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Knobs that change speed or what is checked, never the guarantee."""
-
-    microbatch: int | None
-    engine: Engine
-    preflight: bool | str
-    probe: Any
-    sampling: str
-    op_rules: Mapping[Any, OpRule] | None
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """The optimizer holds exactly the trainable parameters, and no gradient waits in them."""
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    known = {id(p) for p in parameters.values()}
-    if foreign := [tuple(p.shape) for i, p in held.items() if i not in known]:
-        raise ParameterMismatch(
-            f"The optimizer holds {len(foreign)} trainable parameter(s) not of the model (shapes {foreign[:3]}). "
-            "They would be trained without clipping and noise. Build the optimizer from model.parameters()."
-        )
-    if left_out := [name for name, p in parameters.items() if id(p) not in held]:
-        raise ParameterMismatch(
-            f"Parameter(s) {', '.join(left_out[:5])} are trainable but not in the optimizer: they would cost privacy "
-            "without being trained. Freeze them with requires_grad_(False), or give them to the optimizer."
-        )
-    if waiting := [name for name, p in parameters.items() if p.grad is not None]:
-        raise ParameterMismatch(
-            f"Parameter(s) {', '.join(waiting[:5])} already hold a .grad, which is neither clipped nor noised. "
-            "Call optimizer.zero_grad(set_to_none=True), and never loss.backward()."
-        )
-
-
-def _check_model(model: nn.Module) -> None:
-    wrapped = {"DataParallel", "DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel"}
-    for name, module in model.named_modules():
-        if type(module).__name__ in wrapped or isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedOp(
-                f"Module {name or 'model'!r} is a {type(module).__name__}: its ops cannot be recorded. "
-                "Pass the plain module to privatize()."
-            )
-    if not trainable(model):
-        raise ParameterMismatch("The model has no trainable parameter (requires_grad=True): there is nothing to train.")
-
-
-def privatize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    loss_fn: LossFn | None = None,
-    *,
-    ledger: str | Path | Ledger | None = None,
-    microbatch: int | None = None,
-    compile: bool = False,
-    engine: Engine = "bookkeeping",
-    preflight: bool | Literal["private"] = True,
-    probe: Any = None,
-    sampling: Literal["poisson", "asserted"] = "poisson",
-    noise: Mode = "secure",
-    seed: int | None = None,
-    op_rules: Mapping[Any, OpRule] | None = None,
-) -> PrivateTraining:
-    """Make a training run private. Neither model nor optimizer is wrapped.
-
-    Guarantee: after any number of `step`s, the model's weights are (`training.epsilon`, plan.delta)-DP with
-    respect to one example of the data set given to `batches`, provided that the model treats examples
-    independently, which the preflight checks on made-up records before the first batch is drawn.
-
-    Args:
-        model: any module; trainable parameters are those with requires_grad.
-        optimizer: any torch.optim optimizer over exactly those parameters.
-        plan: every public number of the run.
-        loss_fn: loss_fn(model, batch) → one loss per example, shape [b].
-        ledger: a path, so that the record of what is spent survives; None keeps it in memory.
-        microbatch: rows per physical slice; changes memory and speed only.
-        compile: reserved; refused until it is supported.
-        engine: "bookkeeping" (fast), or "vmap" (slow, accepts more).
-        preflight: False skips the check; "private" runs it on private records, outside the guarantee.
-        probe: a few public records for the preflight, instead of made-up ones.
-        sampling: "asserted" lets you step your own batches; the ledger says that you vouched for them.
-        noise: "fast" uses torch's generator: NOT CERTIFIED, and the ledger says so.
-        seed: makes the run repeatable and NOT PRIVATE, and the ledger says so.
-        op_rules: rules for ops that clipwise does not know.
-    """
-    one_of(("bookkeeping", "vmap"), engine=engine)
-    one_of(("poisson", "asserted"), sampling=sampling)
-    if compile:
-        raise UnsupportedOp("compile=True is not supported yet; leave it out.")
-    if microbatch is not None:
-        count(microbatch=microbatch)
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a clipwise.Plan, got {type(plan).__name__}.")
-    _check_model(model)
-    check_optimizer(optimizer, trainable(model))
-    asserted = {"sampling": "asserted"} if sampling == "asserted" else {}
-    asserted |= {"noise": "fast: NOT CERTIFIED"} if noise == "fast" else {}
-    asserted |= {"seed": f"{seed}: NOT PRIVATE"} if seed is not None else {}
-    source = NoiseSource(noise, seed)
-    if not isinstance(ledger, Ledger):
-        ledger = Ledger(plan, ledger, asserted)
-    elif ledger.plan.digest != plan.digest or ledger.head["assertions"] != asserted:
-        raise ParameterMismatch("The Ledger object was made for another plan or other assertions.")
-    settings = _Settings(microbatch, engine, preflight, probe, sampling, op_rules)
-    sampler = PoissonSampler(plan.sampling_prob, seed)
-    return PrivateTraining(
-        model, optimizer, plan, loss_fn, ledger=ledger, noise=source, sampler=sampler, settings=settings
-    )
+        raise WrongOrder("A PrivateTraining cannot be pickled. Use save_checkpoint(), and keep the ledger file.")

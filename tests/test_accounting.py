@@ -133,3 +133,20 @@ def test_dp_accounting_is_imported_only_when_needed():
     code = "import sys; import clipwise; print('dp_accounting' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_replace_one_can_be_calibrated():
+    common = {"delta": 1e-5, "sampling_prob": 0.01, "steps": 200, "adjacency": "replace_one"}
+    sigma = cw.calibrate(epsilon=3, **common)
+    assert 3 - 1e-3 <= cw.epsilon(noise_multiplier=sigma, **common) <= 3
+
+
+def test_sampling_less_never_costs_more():
+    common = {"noise_multiplier": 100.0, "steps": 10_000, "delta": 1e-15}
+    assert cw.epsilon(sampling_prob=1 - 1e-9, **common) <= cw.epsilon(sampling_prob=1.0, **common)
+
+
+@pytest.mark.parametrize("sigma", [1e-300, 1e300, 10**400])
+def test_extreme_noise_is_refused_in_words(sigma):
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        cw.epsilon(noise_multiplier=sigma, sampling_prob=0.1, steps=1, delta=1e-5)

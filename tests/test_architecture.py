@@ -20,19 +20,22 @@ ALLOWED = {
     "_check": set(),
     "_types": set(),
     "errors": set(),
+    "_show": set(),
     "batch": {"errors"},
     "rules": {"_check", "_types"},
     "thresholds": {"_check", "_types"},
     "noise": {"_check"},
-    "sampling": {"_check", "batch"},
+    "sampling": {"_check", "batch", "errors"},
     "accounting": {"_check", "errors", "accounting"},
     "engine": BASE | {"batch", "engine"},
-    "plan": BASE | {"accounting", "rules", "thresholds"},
-    "ledger": {"errors", "plan"},
+    "plan": BASE | {"_show", "accounting", "rules", "thresholds"},
+    "ledger": {"_show", "errors", "plan"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "training": BASE | {"batch", "clipping", "engine", "ledger", "noise", "plan", "sampling"},
-    "recipes": {"plan", "training", "recipes"},
-    "cli": BASE | {"__init__", "accounting", "plan", "recipes", "rules", "thresholds", "training"},
+    "privatize": BASE | {"_show", "clipping", "engine", "ledger", "noise", "plan", "sampling", "training"},
+    "checkpoint": {"errors", "training"},
+    "recipes": {"errors", "plan", "privatize", "training", "recipes"},
+    "cli": BASE | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"},
 }
 
 
@@ -128,7 +131,7 @@ def test_training_contains_no_maths():
 
 def test_files_stay_short():
     for path in ROOT.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 450, f"{path.name} has grown past one idea"
+        assert len(path.read_text().splitlines()) <= 400, f"{path.name} has grown past one idea"
 
 
 def test_import_is_quick_and_lazy():

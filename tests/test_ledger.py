@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 
 import pytest
 from hypothesis import given
@@ -213,3 +214,71 @@ def test_kill_9_never_loses_a_charge_that_was_released(tmp_path):
         os.close(reader)
         last = int(released[: released.rfind(b"\n")].split(b"\n")[-1])
         assert cw.read_ledger(path).charges >= last
+
+
+def test_an_emptied_removed_or_replaced_file_is_seen(tmp_path):
+    path = tmp_path / "run.ledger"
+    charged(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(errors.LedgerError, match="does not begin with a plan"):
+        cw.Ledger(PLAN, path)
+    for harm in (lambda: path.unlink(), lambda: path.write_bytes(whole), lambda: path.write_bytes(whole[:-1])):
+        path.write_bytes(whole)
+        ledger = cw.Ledger(PLAN, path)
+        ledger.reserve()
+        ledger.commit()
+        harm()
+        with pytest.raises(errors.LedgerError, match="removed, replaced or changed"):
+            ledger.reserve()
+
+
+def test_threads_cannot_spend_beyond_the_plan(tmp_path):
+    ledger = cw.Ledger(PLAN, tmp_path / "run.ledger")
+    outcomes = []
+
+    def spend():
+        for _ in range(4):
+            try:
+                ledger.reserve()
+                outcomes.append(ledger.commit())
+            except errors.BudgetExhausted:
+                outcomes.append(None)
+
+    threads = [threading.Thread(target=spend) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(n for n in outcomes if n is not None) == [1, 2, 3, 4, 5]
+    ledger.close()
+    assert cw.read_ledger(tmp_path / "run.ledger").charges == 5
+
+
+def test_an_interrupted_write_ends_the_run_and_counts(tmp_path, monkeypatch):
+    ledger = cw.Ledger(PLAN, tmp_path / "run.ledger")
+    ledger.reserve()
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.commit()
+    monkeypatch.undo()
+    with pytest.raises(errors.LedgerError, match="closed"):
+        ledger.reserve()
+    assert cw.Ledger(PLAN, tmp_path / "run.ledger").charges == 1
+
+
+def test_a_fork_between_reserve_and_commit_cannot_release_twice():
+    ledger = cw.Ledger(PLAN)
+    ledger.reserve()
+    if not (child := os.fork()):
+        try:
+            ledger.commit()
+        except errors.LedgerError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert ledger.commit() == 1

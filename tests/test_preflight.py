@@ -160,7 +160,7 @@ def test_packing_in_the_collate_function_is_refused():
         x, y = default_collate(records)
         return x.reshape(1, -1), y[:1]
 
-    with pytest.raises(errors.BatchShape, match="1 rows of 3 examples"):
+    with pytest.raises(errors.BatchShape, match="1 rows of 5 examples"):
         next(iter(training(nn.Linear(6, 3)).batches(DATA, collate_fn=packed)))
 
 
@@ -200,7 +200,8 @@ def test_private_preflight_is_opt_in_and_on_record():
     run = training(nn.Linear(6, 3), loss_fn=loss_fn, preflight="private", ledger=None)
     run.batches(Watched())
     assert 1234.5 in seen
-    assert any("private records" in note for note in run.statement()["notes"])
+    assert "private records" in run.statement()["asserted_by_user"]["preflight"]
+    assert not run.statement()["certified"]
 
 
 def test_public_probe_records_are_used():
@@ -269,3 +270,70 @@ def test_attention_and_dropout_pass():
 def test_one_record_cannot_show_anything():
     with pytest.raises(ValueError, match="at least two"):
         cw.preflight(nn.Linear(6, 3), per_example, [(torch.randn(6), 0)])
+
+
+# -- what a hostile reader found ---------------------------------------------------------------------
+
+
+def test_a_weak_mix_is_found():
+    def loss_fn(model, batch):
+        return per_example(model, batch) + 1e-3 * model(batch[0]).mean(0).square().sum()
+
+    with pytest.raises(errors.CrossExampleOp):
+        passes(nn.Linear(6, 3), loss_fn=loss_fn)
+
+
+def test_a_mix_behind_a_zero_gate_is_found():
+    def forward(m, x):
+        h = m.a(x)
+        return m.b(h + m.gate * (h - h.mean(0)))
+
+    model = Module(forward, a=nn.Linear(6, 4), b=nn.Linear(4, 3), gate=())
+    nn.init.zeros_(model.gate)
+    nn.init.zeros_(model.b.weight)
+    with pytest.raises(errors.CrossExampleOp):
+        passes(model)
+    assert not model.gate.any()
+
+
+def test_made_up_nan_asks_for_probe():
+    model = Module(lambda m, x: m.a(x.log()), a=nn.Linear(6, 3))
+    with pytest.raises(errors.UnsupportedOp, match="probe="):
+        passes(model)
+
+
+def test_a_step_counter_is_not_a_statistic():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.steps += 1
+            return x
+
+    model = nn.Sequential(Counter(), nn.Linear(6, 3))
+    training(model).batches(DATA)
+    assert int(model[0].steps) == 0
+    training(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))).batches(DATA)
+
+
+def test_a_wide_head_passes():
+    model = Module(lambda m, x: m.a(x).mean(1), a=nn.Linear(6, 2000))
+    passes(model, SEQUENCES)
+
+
+def test_the_vmap_engine_is_checked_by_itself():
+    model = Module(lambda m, x: torch.einsum("bi,ij->bj", x, m.w), w=(6, 3))
+    with pytest.raises(errors.UnsupportedOp, match="einsum"):
+        passes(model)
+    passes(model, engine="vmap")
+
+
+def test_a_loss_that_keeps_its_own_model_is_checked_too():
+    model = nn.Linear(6, 3)
+    passes(model, loss_fn=lambda m, batch: per_example(model, batch))
+    mixing = Module(mean_shift, a=nn.Linear(6, 4), b=nn.Linear(4, 3))
+    with pytest.raises(errors.CrossExampleOp):
+        passes(mixing, loss_fn=lambda m, batch: per_example(mixing, batch))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import clipwise as cw
 from clipwise.batch import padded_slice
-from clipwise.errors import BatchShape
+from clipwise.errors import BatchShape, WrongBatch
 from clipwise.sampling import PoissonSampler, poisson_batches
 
 
@@ -27,7 +27,7 @@ class Numbers(Dataset):
 
 
 def batches(dataset, q, steps, **options):
-    return list(poisson_batches(dataset, PoissonSampler(q), steps, object(), **options))
+    return list(poisson_batches(dataset, PoissonSampler(q), steps, **options))
 
 
 def test_every_record_joins_with_probability_q_independently():
@@ -70,23 +70,44 @@ def test_batches_of_a_dataset_are_collated_and_empty_ones_are_not(workers):
 
     found = batches(Numbers(4), 0.2, 60, collate_fn=collate, num_workers=workers)
     assert len(found) == 60
-    empty = [b for b in found if b.size == 0]
+    empty = [b for b in found if b._size == 0]
     assert empty
     assert all(b.data is None for b in empty)
     for batch in found:
-        if batch.size:
-            assert batch.data.shape == (batch.size, 1)
-            assert len(set(batch.data.flatten().tolist())) == batch.size
+        if batch._size:
+            assert batch.data.shape == (batch._size, 1)
+            assert len(set(batch.data.flatten().tolist())) == batch._size
 
 
 def test_tensors_and_tensor_datasets_are_taken():
     x, y = torch.arange(10.0), torch.arange(10)
-    for dataset in ((x, y), [x, y], TensorDataset(x, y)):
+    for dataset in ((x, y), TensorDataset(x, y)):
         (batch,) = batches(dataset, 1.0, 1)
         assert torch.equal(batch.data[0], x)
         assert torch.equal(batch.data[1], y)
     (batch,) = batches(x, 1.0, 1)
-    assert torch.equal(batch.data[0], x)
+    assert torch.equal(batch.data, x)
+    (batch,) = batches([x, x], 1.0, 1)  # a list is a list of records
+    assert batch.data.shape == (2, 10)
+
+
+def test_a_batch_cannot_be_copied():
+    (batch,) = batches((torch.arange(7.0),), 1.0, 1)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(WrongBatch, match="two samples"):
+            attempt(batch)
+
+
+def test_rows_of_lists_and_arrays_are_split_with_the_tensors():
+    data = {"x": torch.arange(4), "w": np.arange(4), "s": ["a", "b", "c", "d"], "k": 2.0, "n": None}
+    part, _ = padded_slice(data, 2, 4, 2, 4)
+    assert part["x"].tolist() == part["w"].tolist() == [2, 3]
+    assert part["s"] == ["c", "d"]
+    assert part["k"] == 2.0
+    with pytest.raises(BatchShape, match="cannot be split"):
+        padded_slice({"x": torch.arange(4), "o": object()}, 2, 4, 2, 4)
+    with pytest.raises(BatchShape, match="cannot be split"):
+        padded_slice({"x": torch.arange(4), "s": ["a", "b"]}, 2, 4, 2, 4)
 
 
 def test_loaders_and_iterables_are_refused():
@@ -110,7 +131,7 @@ def test_a_batch_does_not_print_its_size_or_content():
 
 def test_padding_repeats_a_row_and_masks_it():
     data = {"x": torch.arange(10).reshape(5, 2), "name": "public"}
-    part, mask = padded_slice(data, 3, 5, 4)
+    part, mask = padded_slice(data, 3, 5, 4, 5)
     assert part["x"].tolist() == [[6, 7], [8, 9], [8, 9], [8, 9]]
     assert mask.tolist() == [True, True, False, False]
     assert part["name"] == "public"

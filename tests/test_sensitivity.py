@@ -122,15 +122,16 @@ def test_fp16_norms_do_not_underflow():
     p=st.integers(1, 300),
     d=st.integers(1, 300),
     cancel=st.sampled_from([0.0, 1e-6, 1e-3, 1.0]),
-    scale=st.sampled_from([1e-12, 1.0, 1e8]),
+    scale=st.sampled_from([1e-30, 1e-12, 1.0, 1e8]),
+    wide=st.booleans(),
 )
-def test_float32_gram_products_never_undercut_the_norm_of_the_sum(seed, t, p, d, cancel, scale):
+def test_gram_products_never_undercut_the_norm_of_the_sum(seed, t, p, d, cancel, scale, wide):
     """The bound for float32 products, as large layers use them, against the float64 truth and the float32 sum."""
     g = torch.Generator().manual_seed(seed)
     left = torch.ones(1, 1, t, p) + cancel * torch.randn(1, 1, t, p, generator=g)
     right = torch.randn(1, 1, t, d, generator=g) * scale
     right[:, :, t // 2 : 2 * (t // 2)] = -right[:, :, : t // 2] * (1 + cancel)
-    grad = OuterGrad(Outer(left, right), (p, d), products=torch.float32)
+    grad = OuterGrad(Outer(left, right), (p, d), wide=wide)
     bound = float(grad.squared_norms().sqrt())
     truth = float(torch.einsum("bgtp,bgtd->pd", left.double(), right.double()).norm())
     added = grad.weighted_sum(torch.ones(1), torch.ones(1, dtype=torch.bool)).double().norm()
@@ -148,7 +149,7 @@ def test_without_its_error_term_the_gram_form_would_undercut():
         right = torch.cat([half, -half[:, :, torch.randperm(32, generator=g)] * (1 + 1e-6)], dim=2)
         right[..., 0, 0] += 10
         left = torch.ones(1, 1, 64, 7) / 7**0.5
-        grad = OuterGrad(Outer(left, right), (7, 50), products=torch.float32)
+        grad = OuterGrad(Outer(left, right), (7, 50))
         truth = float(right.double().sum(2).norm())
         worst = max(worst, truth / float(grad.gram()[0].clamp(min=1e-20).sqrt()))
         assert float(grad.squared_norms().sqrt()) >= truth
@@ -195,3 +196,91 @@ def test_brute_force_norms_of_cancelling_records_are_bounded():
     out = cw.clipped_sum(model, losses, (x,), cw.AutoS(), 1.0)
     truth = [norm(g) for g in gradients(model, losses, (x,))]
     assert all(float(n) >= t * (1 - 1e-9) for n, t in zip(out.norms, truth, strict=True))
+
+
+# -- what a hostile reader found ---------------------------------------------------------------------
+
+
+def tokens(model, batch):
+    """The gradient of a linear layer is Σ_t y_t ⊗ x_t."""
+    return (model(batch[0]) * batch[1]).sum((1, 2))
+
+
+def moved_by_one(model, x, y, rule=None, clip_norm=1.0):
+    with_, without = (cw.clipped_sum(model, tokens, (x[i:], y[i:]), rule, clip_norm) for i in (0, 1))
+    return distance(dict(with_.grads), dict(without.grads)) / without.sensitivity
+
+
+@pytest.mark.parametrize("size", [26, 27, 28, 29])
+def test_a_records_norm_does_not_depend_on_the_batch_size(size):
+    g = torch.Generator().manual_seed(0)
+    model = nn.Linear(300, 300, bias=False)
+    u, v = torch.randn(1, 8, 300, generator=g), torch.randn(1, 8, 300, generator=g)
+    x = torch.cat([u, u + 0.01 * torch.randn(1, 8, 300, generator=g)], 1).repeat(size, 1, 1)
+    y = torch.cat([v, -v], 1).repeat(size, 1, 1)
+    assert moved_by_one(model, x, y) <= 1
+    assert moved_by_one(model, x, y, cw.Abadi()) <= 1
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize(("t", "d", "big", "small"), [(64, 512, 7e17, 2.6e-23), (128, 300, 5.5e17, 1e-22)])
+def test_underflow_in_gram_products_does_not_hide_a_gradient(rule, t, d, big, small):
+    model = nn.Linear(d, d, bias=False)
+    x, y = torch.randn(4, t, d), torch.randn(4, t, d) * 1e-2
+    x[0], y[0] = big, small
+    assert moved_by_one(model, x, y, rule, 0.1) <= 1
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_rounding_that_always_goes_the_same_way_stays_within_sensitivity(rule):
+    model = nn.Linear(500, 500, bias=False)
+    c = torch.full((120,), 0.51 * 2**-23)
+    c[0], c[-1] = 1, -1
+    for scale in (1.0, 2.0**14, 1.5 * 2**14):
+        x, y = torch.ones(1, 120, 500), (c * scale)[None, :, None].expand(1, 120, 500).contiguous()
+        out = cw.clipped_sum(model, tokens, (x, y), rule, 1.0)
+        assert norm(dict(out.grads)) <= out.sensitivity
+
+
+@pytest.mark.parametrize("t", [1, 4, 100])
+def test_ambient_autocast_does_not_reach_the_engine(t):
+    model = nn.Linear(300, 200, bias=False)
+    x, y = torch.randn(1, t, 300), torch.randn(1, t, 200)
+    plain = cw.clipped_sum(model, tokens, (x, y), cw.AutoV(), 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cw.clipped_sum(model, tokens, (x, y), cw.AutoV(), 1.0)
+    assert norm(dict(out.grads)) <= out.sensitivity
+    assert distance(dict(out.grads), dict(plain.grads)) < 0.1
+
+
+def test_auto_v_does_not_turn_a_zero_gradient_into_nan():
+    model = nn.Linear(2, 1, bias=False)
+    x = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    out = cw.clipped_sum(model, lambda m, b: torch.relu(m(b)[:, 0] * b.sum(1)), x, cw.AutoV(), 100.0)
+    assert torch.isfinite(out.grads["weight"]).all()
+    x, y = torch.full((2, 2, 40), 1e-41), torch.full((2, 2, 40), 1e26)
+    assert moved_by_one(nn.Linear(40, 40, bias=False), x, y, cw.AutoV()) <= 1
+
+
+def test_weights_are_not_rounded_up_for_huge_gradients():
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    for scale in torch.logspace(18, 23, 300):
+        out = cw.clipped_sum(model, lambda m, b: m(b)[:, 0] ** 2, scale.reshape(1, 1), cw.Abadi(), 1.0)
+        assert norm(dict(out.grads)) <= out.sensitivity
+
+
+@pytest.mark.parametrize("bad", [1e-42, 1e39, 1e20])
+def test_clip_norms_that_floats_cannot_bear_are_refused(bad):
+    with pytest.raises(ValueError, match="clip_norm must lie in"):
+        cw.FixedThreshold(bad)
+
+
+def test_float32_norms_of_wide_layers_are_bounds_within_one_percent():
+    g = torch.Generator().manual_seed(0)
+    for t, d, p in ((64, 512, 512), (64, 256, 5000)):
+        left, right = torch.randn(2, 1, t, p, generator=g), torch.randn(2, 1, t, d, generator=g)
+        bound = OuterGrad(Outer(left, right), (p, d)).squared_norms().sqrt()
+        truth = torch.einsum("bgtp,bgtd->bpd", left.double(), right.double()).flatten(1).norm(dim=1)
+        assert (bound >= truth).all()
+        assert (bound <= truth * 1.01).all()

@@ -335,3 +335,178 @@ def test_batch_axis_must_come_first():
 
 def test_vmap_engine_takes_double_precision():
     assert_matches(nn.Linear(5, 3).double(), losses, (double_(floats(5)()),), cw.AutoV(), engine="vmap")
+
+
+# -- what a hostile reader found ---------------------------------------------------------------------
+
+
+def zeros_like_batch(m, x):
+    h = torch.zeros(len(x), 4, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.a(x[:, t]) + m.b(h))
+    return h
+
+
+CONSTANTS = {
+    "hidden state of zeros": (zeros_like_batch, {"a": nn.Linear(5, 4), "b": nn.Linear(4, 4)}),
+    "positions expanded over the batch": (
+        lambda m, x: x + m.p(torch.arange(x.shape[1]).expand(len(x), -1)),
+        {"p": nn.Embedding(9, 5)},
+    ),
+    "types of zeros": (
+        lambda m, x: x * m.p(torch.zeros(x.shape[:2], dtype=torch.int64)),
+        {"p": nn.Embedding(3, 5)},
+    ),
+    "class token repeated": (lambda m, x: torch.cat([m.w.repeat(len(x), 1, 1), x], 1), {"w": (1, 1, 5)}),
+    "class token stacked": (
+        lambda m, x: torch.cat([torch.stack([m.w] * len(x))[:, None], x], 1),
+        {"w": (5,)},
+    ),
+    "expand_as": (lambda m, x: x + m.w.expand_as(x), {"w": (5,)}),
+    "type_as": (lambda m, x: x * m.w.type_as(x), {"w": (5,)}),
+    "to": (lambda m, x: F.linear(x, m.w.to(x)), {"w": (3, 5)}),
+    "input cast like the weight": (lambda m, x: F.linear(x.type_as(m.w), m.w), {"w": (3, 5)}),
+    "bias of one": (lambda m, x: F.linear(x, m.w, m.b), {"w": (3, 5), "b": (1,)}),
+    "bmm with an expanded parameter": (lambda m, x: torch.bmm(x, m.w.expand(len(x), 5, 3)), {"w": (5, 3)}),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS)
+@pytest.mark.parametrize("size", [B, 6])
+def test_constants_with_a_batch_axis_and_metadata(case, size):
+    forward, parts = CONSTANTS[case]
+    check(Module(forward, **parts), torch.randn(size, 6, 5, generator=torch.Generator().manual_seed(1)))
+
+
+def test_table_indexed_by_data_is_an_embedding():
+    check(Module(lambda m, x: m.w[x], w=(7, 3)), words(5)())
+    check(Module(lambda m, x: m.w.index_select(0, x), w=(7, 3)), words()())
+
+
+def test_padding_minus_one_is_the_last_row_in_functional_embedding():
+    x = torch.tensor([[0, 6, 2], [6, 6, 1], [1, 2, 3], [0, 0, 6]])
+    check(Module(lambda m, x: F.embedding(x, m.w, padding_idx=-1), w=(7, 3)), x)
+    check(Module(lambda m, x: torch.embedding(m.w, x, -1), w=(7, 3)), x)
+
+
+def test_a_transpose_that_is_none():
+    check(Module(lambda m, x: x @ m.w.transpose(0, 0), w=(5, 5)), floats(4, 5)())
+
+
+def test_picking_the_last_token_by_arange_is_ordered():
+    def forward(m, x):
+        return m.a(m.a(x)[torch.arange(len(x)), (x[:, :, 0] > 0).sum(1).clamp(max=3)])
+
+    check(Module(forward, a=nn.Linear(5, 5)), floats(4, 5)())
+
+
+def selected(m, x):
+    return m.a(x[x[:, :, 0] > -10]).reshape(len(x), -1)
+
+
+def routed(m, x):
+    chosen = (x[:, 0, 0] > -10).nonzero()[:, 0]
+    out = torch.zeros_like(x)
+    out[chosen] = m.a(x[chosen])
+    return out
+
+
+@pytest.mark.parametrize("forward", [selected, routed])
+def test_rows_selected_by_data_are_refused(forward):
+    with pytest.raises(errors.UnsupportedOp, match="data itself selected"):
+        clipped(Module(forward, a=nn.Linear(5, 5)), floats(4, 5)())
+
+
+def test_a_parameter_expanded_over_another_axis_is_not_attributed_by_position():
+    model = Module(lambda m, x: torch.einsum("bt,t->b", x, m.w.expand(B))[:, None], w=(1,))
+    with pytest.raises(errors.UnsupportedOp, match="einsum"):
+        clipped(model, torch.randn(B, B))
+
+
+def test_second_derivatives_are_refused():
+    def penalty(m, batch):
+        x = batch[0].clone().requires_grad_()
+        (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        return (g.norm(dim=1) - 1) ** 2
+
+    with pytest.raises(errors.UnsupportedOp, match="second derivatives"):
+        clipped(nn.Linear(5, 3), floats(5)(), loss_fn=penalty)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_paths_that_the_tape_cannot_see_are_refused():
+    class NumpyTanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = torch.from_numpy(x.detach().numpy() ** 2)
+            ctx.save_for_backward(x)
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g * ctx.saved_tensors[0]
+
+    scripted = torch.jit.script(_squared)
+    through_numpy = Module(
+        lambda m, x: m.b(torch.from_numpy(m.a(x).detach().numpy())), a=nn.Linear(5, 4), b=nn.Linear(4, 3)
+    )
+    for forward in (lambda m, x: m.b(NumpyTanh.apply(m.a(x))), lambda m, x: m.b(scripted(m.a(x)))):
+        model = Module(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 3))
+        try:
+            check(model, floats(5)())
+        except errors.ClipwiseError:
+            continue
+    with pytest.raises(errors.ClipwiseError):
+        clipped(through_numpy, floats(5)())
+    with pytest.raises(errors.ClipwiseError):
+        clipped(Module(lambda m, x: F.linear(x, scripted(m.w) * m.v), w=(3, 5), v=(3, 5)), floats(5)())
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def test_data_written_into_a_view_of_a_constant_is_data():
+    def forward(m, x):
+        both = torch.zeros(len(x), 2, 5, dtype=x.dtype)
+        both[:, 0].copy_(m.a(x))
+        return m.b(both)
+
+    check(Module(forward, a=nn.Linear(5, 5), b=nn.Linear(5, 3)), floats(5)())
+
+
+def test_losses_without_data_and_weights_set_in_forward_are_refused():
+    with pytest.raises(errors.UnrecordedGradient, match="No loss depends"):
+        clipped(nn.Linear(5, 3), floats(5)(), loss_fn=lambda m, b: m.weight.square().sum().expand(len(b[0])))
+
+    def renormed(m, x):
+        m.w.data = torch.renorm(m.w.data, 2, 0, 1.0)
+        return F.linear(x, m.w)
+
+    with pytest.raises(errors.UnsupportedOp, match="in place"):
+        clipped(Module(renormed, w=(3, 5)), floats(5)())
+
+
+def test_bf16_derivations_with_constants():
+    model = Module(lambda m, x: F.linear(x, torch.eye(3, dtype=torch.bfloat16) @ m.w), w=(3, 5)).bfloat16()
+    assert clipped(model, floats(5)().bfloat16()).grads["w"].dtype == torch.float32
+
+
+def test_fp16_bias_sums_do_not_overflow():
+    model = nn.Linear(4, 3).half()
+    x = torch.ones(1, 300, 4, dtype=torch.float16)
+    out = clipped(model, x, loss_fn=lambda m, b: 300 * m(b[0]).float().sum((1, 2)), rule=cw.Abadi())
+    assert torch.isfinite(out.norms).all()
+
+
+def test_an_empty_batch_is_a_zero_sum_and_never_calls_the_loss():
+    out = clipped(nn.Linear(5, 3), torch.zeros(0, 5), loss_fn=lambda m, b: 1 / 0)
+    assert not out.grads["weight"].any()
+    assert out.norms.shape == (0,)
+
+
+def test_works_under_an_outer_no_grad():
+    model = nn.Linear(5, 3)
+    with torch.no_grad():
+        a = clipped(model, floats(5)())
+    torch.testing.assert_close(a.grads["weight"], clipped(model, floats(5)()).grads["weight"])

@@ -60,7 +60,7 @@ def released(training, batch):
 
 def quiet(**options):
     """A run whose noise is negligible against the clipped sum, to look at the sum itself."""
-    plan = make_plan(noise_multiplier=1e-9, delta=0.5, accountant="rdp")
+    plan = make_plan(noise_multiplier=1e-9, delta=0.5, accountant="rdp", expected_batch_size=10)
     return make(plan, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.0), sampling="asserted", **options)
 
 
@@ -98,7 +98,7 @@ def test_noise_has_the_planned_scale(rule):
     model = nn.Sequential(nn.Linear(500, 200, bias=False), nn.Linear(200, 3, bias=False))
     plan = make_plan(noise_multiplier=2.0, rule=rule, threshold=cw.FixedThreshold(0.7), sampling_prob=1e-12)
     training = make(plan, model=model, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.0), preflight=False)
-    (batch, *_) = training.batches((torch.randn(40, 500), Y))
+    batch = next(iter(training.batches((torch.randn(40, 500), Y))))
     before = weights(training)
     training.step(batch)
     noise = (before - weights(training)).double() * plan.expected_batch_size
@@ -177,8 +177,10 @@ def test_only_one_use_poisson_batches_step():
     with pytest.raises(errors.WrongBatch):
         other.step(batch)
     training.step(batch)
-    with pytest.raises(errors.WrongBatch, match="stepped before"):
+    with pytest.raises(errors.WrongBatch, match="each once"):
         training.step(batch)
+    with pytest.raises(errors.WrongBatch):
+        training.step(cw.PoissonBatch((X, Y), 40))
     assert training.ledger.charges == 1
 
 
@@ -187,7 +189,7 @@ def test_asserted_sampling_is_on_record():
     training.step((X, Y))
     training.step(None)
     assert training.ledger.charges == 2
-    assert training.statement()["asserted_by_user"] == {"sampling": "asserted"}
+    assert training.statement()["asserted_by_user"] == {"sampling": "asserted to be Poisson", "preflight": "skipped"}
     assert not training.statement()["certified"]
 
 
@@ -208,7 +210,8 @@ def test_a_spent_budget_leaves_the_model_as_it_was(tmp_path):
     for batch in training.batches((X, Y)):
         training.step(batch)
     before = weights(training)
-    extra = cw.PoissonBatch((X, Y), 40, training)
+    extra = cw.PoissonBatch((X, Y), 40)
+    training._issued.add(extra)
     with pytest.raises(errors.BudgetExhausted):
         training.step(extra)
     assert torch.equal(before, weights(training))
@@ -226,7 +229,8 @@ def test_resume_counts_what_was_spent(tmp_path):
     assert second.epsilon == second.plan.epsilon
 
 
-def test_an_exception_in_the_loss_releases_and_charges_nothing():
+def test_an_exception_in_the_loss_releases_nothing_and_is_charged():
+    """Whoever sees that a step failed has learnt something of the data: it costs, and it is on record."""
     calls = []
 
     def sometimes(model, batch):
@@ -235,14 +239,165 @@ def test_an_exception_in_the_loss_releases_and_charges_nothing():
             raise RuntimeError("out of memory")
         return losses(model, batch)
 
-    training = make(loss_fn=sometimes, sampling="asserted", microbatch=20)
+    training = make(loss_fn=sometimes, sampling="asserted", microbatch=20, preflight=False)
     before = weights(training)
     with pytest.raises(RuntimeError, match="out of memory"):
         training.step((X, Y))
     assert torch.equal(before, weights(training))
-    assert training.ledger.charges == 0
-    training.step((X, Y))
     assert training.ledger.charges == 1
+    assert "failed on private data" in training.statement()["notes"][0]
+    training.step((X, Y))
+    assert training.ledger.charges == 2
+
+
+def test_skipping_a_batch_is_refused():
+    training = make()
+    drawn = iter(training.batches((X, Y)))
+    next(drawn)
+    with pytest.raises(errors.WrongBatch, match="was not stepped"):
+        next(drawn)
+
+
+def test_each_microbatch_is_recorded_once():
+    training = make(sampling="asserted", microbatch=20, preflight=False)
+    first, _ = training.microbatches((X, Y))
+    with training.record(first) as data:
+        found = losses(training.model, data)
+    training.backward(found)
+    with pytest.raises(errors.WrongOrder, match="record each part once"), training.record(first):
+        pass
+    foreign = type(first)((X, Y), torch.ones(40, dtype=torch.bool))
+    with pytest.raises(errors.WrongOrder, match="record each part once"), training.record(foreign):
+        pass
+
+
+def test_a_failure_in_an_own_loop_abandons_and_charges_the_batch():
+    training = make(sampling="asserted", preflight=False)
+    (part,) = training.microbatches((X, Y))
+    with pytest.raises(KeyError), training.record(part):
+        raise KeyError("x")
+    assert training.ledger.charges == 1
+    training.step((X, Y))
+    assert training.ledger.charges == 2
+
+
+def test_frozen_parameters_with_a_waiting_gradient_are_refused():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    losses(model, (X, Y)).sum().backward()
+    model[0].requires_grad_(False)
+    model[1].zero_grad(set_to_none=True)
+    with pytest.raises(errors.ParameterMismatch, match=r"0\.weight, 0\.bias already hold"):
+        cw.privatize(model, torch.optim.SGD(model.parameters(), lr=1.0), make_plan(), losses)
+
+
+def test_a_gradient_that_the_loss_writes_to_a_frozen_parameter_never_arrives():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+
+    def leaking(m, batch):
+        m[0].weight.grad = batch[0][:4, :6].clone()
+        return losses(m, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    training = cw.privatize(model, optimizer, make_plan(), leaking, sampling="asserted", preflight=False)
+    before = model[0].weight.clone()
+    with pytest.raises(errors.ParameterMismatch, match="already hold"):
+        training.step((X, Y))
+    assert torch.equal(before, model[0].weight)
+
+
+def test_a_batch_far_beyond_the_declared_size_is_refused():
+    training = make(make_plan(expected_batch_size=1), sampling="asserted", preflight=False)
+    with pytest.raises(errors.WrongBatch, match="far larger"):
+        training.step((torch.randn(500, 6), torch.zeros(500, dtype=torch.int64)))
+
+
+def test_a_second_run_cannot_forget_the_first():
+    first = make(sampling="asserted", preflight=False)
+    first.step((X, Y))
+    again = (first.model, first.optimizer, make_plan(), losses)
+    with pytest.raises(errors.ParameterMismatch, match="already spent"):
+        cw.privatize(*again)
+    second = cw.privatize(*again, ledger=first.ledger, sampling="asserted", preflight=False)
+    assert second.ledger.charges == 1
+    with pytest.raises(AttributeError):
+        second.optimizer = torch.optim.SGD(first.model.parameters(), lr=1)
+
+
+def test_optimizers_that_cannot_be_private_are_refused():
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(errors.ParameterMismatch, match=kind.__name__):
+            make(make_optimizer=kind)
+
+
+def test_a_refused_privatize_leaves_no_lock_behind(tmp_path):
+    with pytest.raises(ValueError, match="seed"):
+        make(ledger=tmp_path / "x.ledger", seed=-1)
+    first = make(ledger=tmp_path / "x.ledger")
+    with pytest.raises(errors.LedgerError, match="earlier run in this process"):
+        make(ledger=tmp_path / "x.ledger")
+    first.ledger.close()
+
+
+def test_preflight_that_did_not_happen_is_on_record():
+    assert make(loss_fn=None).statement()["asserted_by_user"]["preflight"].startswith("none")
+    assert not make(preflight=False).statement()["certified"]
+    mixing = lambda m, b: losses(m, (b[0] - b[0].mean(0), b[1]))  # noqa: E731
+    with pytest.raises(errors.CrossExampleOp):
+        make(loss_fn=mixing, sampling="asserted").step((X, Y))
+    training = make()
+    next(iter(training.batches((X, Y))))
+    with pytest.raises(errors.CrossExampleOp):
+        training.batches(
+            (X, Y), collate_fn=lambda r: (torch.stack([x for x, _ in r]).roll(1, 0), torch.tensor([0] * len(r)))
+        )
+
+
+def test_seeded_runs_never_claim_privacy():
+    assert "NOT PRIVATE" in make(seed=1).statement()["guarantee"]
+    assert "NOT CERTIFIED" in make(noise="fast").statement()["guarantee"]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+def test_checkpoints_resume_and_epsilon_never_falls(tmp_path):
+    ledger, saved = tmp_path / "run.ledger", tmp_path / "run.pt"
+    adam = {"make_optimizer": lambda p: torch.optim.Adam(p, lr=0.1)}
+    first = make(ledger=ledger, sampling="asserted", **adam)
+    first.step((X, Y))
+    cw.save_checkpoint(first, saved)
+    kept = weights(first)
+    first.step((X, Y))
+    first.step((X, Y))
+    spent = first.epsilon
+    first.ledger.close()
+    second = make(ledger=ledger, sampling="asserted", **adam)
+    cw.load_checkpoint(second, saved)
+    assert torch.equal(weights(second), kept)
+    assert second.epsilon == spent
+    second.step((X, Y))
+    assert not torch.equal(weights(second), weights(first))
+    assert second.ledger.charges == 4
+
+
+def test_checkpoints_refuse_an_older_ledger_another_plan_and_memory(tmp_path):
+    ledger, saved = tmp_path / "run.ledger", tmp_path / "run.pt"
+    first = make(ledger=ledger, sampling="asserted")
+    first.step((X, Y))
+    older = ledger.read_bytes()
+    first.step((X, Y))
+    cw.save_checkpoint(first, saved)
+    first.ledger.close()
+    ledger.write_bytes(older)
+    with pytest.raises(errors.LedgerError, match="older than checkpoint"):
+        cw.load_checkpoint(make(ledger=ledger, sampling="asserted"), saved)
+    with pytest.raises(errors.PlanMismatch):
+        cw.load_checkpoint(make(make_plan(steps=7), sampling="asserted"), saved)
+    memory = make(sampling="asserted")
+    cw.save_checkpoint(memory, tmp_path / "memory.pt")
+    with pytest.raises(errors.LedgerError, match="lived in memory"):
+        cw.load_checkpoint(make(sampling="asserted"), tmp_path / "memory.pt")
 
 
 def test_wrong_order_is_refused():

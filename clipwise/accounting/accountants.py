@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -63,7 +62,7 @@ def _dp_event(event: StepEvent) -> tuple[Any, int]:
 
 
 def _pld(event: StepEvent, delta: float, grid: float) -> float:
-    """PLD; where the answer is large a coarser grid is as exact in relative terms, and beyond 200 RDP must do.
+    """PLD; where the answer is large a coarser grid is as exact in relative terms, and beyond 2,000 RDP must do.
 
     The grid follows RDP's bound, which is monotone, and a coarser grid only raises ε: so this is monotone too.
     """
@@ -72,16 +71,16 @@ def _pld(event: StepEvent, delta: float, grid: float) -> float:
     add_or_remove = event.adjacency == "add_or_remove_one"
     sigma = event.noise_multiplier if add_or_remove else event.noise_multiplier / 2
     rough = _rdp(StepEvent(noise_multiplier=sigma, sampling_prob=event.sampling_prob, steps=event.steps), delta)
-    if rough > 200 or not math.isfinite(rough):
-        if add_or_remove:
-            return rough
-        raise ValueError(f"epsilon lies beyond 200 under {event.adjacency}: no useful guarantee. Use more noise.")
+    if not rough <= 2000:
+        return rough if add_or_remove else math.inf
+    width = max(grid, 1e-2 if rough > 200 else 1e-3 if rough > 20 else 0.0)
     relations = dp_accounting.NeighboringRelation
     relation = relations.ADD_OR_REMOVE_ONE if add_or_remove else relations.REPLACE_ONE
-    width = max(grid, 1e-3) if rough > 20 else grid
     accountant = dp_accounting.pld.PLDAccountant(relation, value_discretization_interval=width)
     accountant.compose(*_dp_event(event))
     found = float(accountant.get_epsilon(delta))
+    if 0.5 < event.sampling_prob < 1:  # sampling only helps: the grid's own error must not say otherwise
+        found = min(found, epsilon_of(replace(event, sampling_prob=1.0), delta, "pld", grid))
     return min(found, rough) if add_or_remove else found
 
 
@@ -91,22 +90,19 @@ def _rdp(event: StepEvent, delta: float) -> float:
 
     if event.adjacency != "add_or_remove_one":
         raise ValueError("accountant='rdp' knows add_or_remove_one only; use accountant='pld' for replace_one.")
-    accountant = dp_accounting.rdp.RdpAccountant()
-    with _quiet():
-        accountant.compose(*_dp_event(event))
-        return float(accountant.get_epsilon(delta))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """dp-accounting warns of every RDP order that it leaves out, which is sound: the bound is a minimum over orders."""
     logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    if not any(isinstance(f, _LeftOutOrders) for f in logger.filters):
+        logger.addFilter(_LeftOutOrders())
+    accountant = dp_accounting.rdp.RdpAccountant()
+    accountant.compose(*_dp_event(event))
+    return float(accountant.get_epsilon(delta))
+
+
+class _LeftOutOrders(logging.Filter):
+    """dp-accounting warns of every RDP order that it leaves out, which is sound: the bound is a minimum over orders."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "_compute_log_a_frac" not in str(record.msg)
 
 
 def _gdp(event: StepEvent, delta: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .._check import one_of, positive
+from .._check import between, one_of
 from ..errors import CannotCertify
 from .accountants import ACCOUNTANTS, epsilon_of
 from .events import StepEvent
@@ -30,7 +30,7 @@ def calibrate(
     >>> round(calibrate(epsilon=3, delta=1e-5, sampling_prob=2048 / 60000, steps=1171), 3)
     1.808
     """
-    target = positive(epsilon=epsilon)
+    target = between(1e-9, 500.0, epsilon=epsilon)
     one_of(ACCOUNTANTS, accountant=accountant)
     if accountant == "gdp":
         raise CannotCertify(
@@ -69,7 +69,7 @@ def _narrow(spent: Callable[[float], float], target: float, low: float, high: fl
     """Halve (low, high) until high spends at most `slack` less than the target; log ε is nearly linear in log σ."""
     at_low, at_high = spent(low), spent(high)
     for turn in range(200):
-        if target - at_high <= slack or high - low <= 1e-9 * high:
+        if target - at_high <= slack or high - low <= 1e-7 * high:
             break
         middle = math.sqrt(low * high)
         if turn % 3 and math.isfinite(at_low) and at_high > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._check import count, one_of, positive, probability
+from .._check import between, count, one_of, probability
 
 ADJACENCIES = ("add_or_remove_one", "replace_one")
 
@@ -31,7 +31,7 @@ class StepEvent:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no mechanism has."""
-        object.__setattr__(self, "noise_multiplier", positive(noise_multiplier=self.noise_multiplier))
+        object.__setattr__(self, "noise_multiplier", between(1e-10, 1e10, noise_multiplier=self.noise_multiplier))
         object.__setattr__(self, "sampling_prob", probability(sampling_prob=self.sampling_prob))
         object.__setattr__(self, "steps", count(steps=self.steps))
         one_of(ADJACENCIES, adjacency=self.adjacency)

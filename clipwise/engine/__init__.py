@@ -7,4 +7,6 @@ from .fallback import vmap_gradients as vmap_gradients
 from .gradients import Gradients as Gradients
 from .ops import Call as Call
 from .ops import OpRule as OpRule
+from .reduce import Paths as Paths
+from .reduce import exact_products as exact_products
 from .tape import Tape as Tape

@@ -73,7 +73,7 @@ _PART = 2**20  # entries of the patches that are made at a time: they stay in th
 def materialise(use: Contribution, shape: Sequence[int]) -> Tensor:
     """The per-example gradient [b, *shape] of one use, in float32 or wider."""
     if isinstance(use, Dense):
-        return _wide(use.grad).reshape(-1, *shape)
+        return _wide(use.grad).reshape(len(use.grad), *shape)
     if isinstance(use, Unfolded):
         size, groups, _, side = use.left.shape
         grad = torch.empty(size, groups, side, use.width, dtype=sum_dtype(use.left.dtype), device=use.left.device)

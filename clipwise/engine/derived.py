@@ -7,7 +7,7 @@ detached copies of the parameters, in float32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._types import sum_dtype
+from ..errors import UnsupportedOp
 from .contributions import Contribution, Dense, Outer, materialise
 
 Kind = Literal["same", "transposed", "other"]
@@ -44,6 +45,9 @@ class Source:
         return [self.name]
 
 
+Origin = Callable[[Tensor], Iterator[tuple["Source | Derived", Contribution]]]
+
+
 @dataclass(eq=False)
 class Derived:
     """A value that depends on `sources` only; `kind` says whether its gradient is a reshuffled parameter gradient."""
@@ -52,6 +56,8 @@ class Derived:
     shadow: Tensor
     sources: list[Source]
     kind: Kind
+    shared_rows: bool = False  # all rows along the first axis are copies of one row (expand, repeat)
+    origin: Origin | None = None  # the op with a rule that made it, if any
 
     @property
     def names(self) -> list[str]:
@@ -90,9 +96,23 @@ def kind_of(name: str, inputs: Sequence[Source | Derived], out: Tensor) -> Kind:
     kind: Kind = given.kind if isinstance(given, Derived) else "same"
     if name in CASTS and given.value.shape == out.shape:
         return kind
-    if name in _TRANSPOSES and given.value.dim() == 2 and out.shape == given.value.shape[::-1]:
+    turned = given.value.dim() == 2 and out.shape == given.value.shape[::-1]
+    if name in _TRANSPOSES and turned and out.stride() == given.value.stride()[::-1]:
         return {"same": "transposed", "transposed": "same", "other": "other"}[kind]  # type: ignore[return-value]
     return "other"
+
+
+_COPIES = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile"})
+
+
+def shares_rows(name: str, inputs: Sequence[Source | Derived], out: Tensor) -> bool:
+    """Is every row of `out` along its first axis a copy of one row?"""
+    if len(inputs) != 1 or out.dim() == 0:
+        return False
+    (given,) = inputs
+    if name in _COPIES:
+        return given.value.dim() < out.dim() or given.value.shape[0] == 1
+    return isinstance(given, Derived) and given.shared_rows and name in CASTS
 
 
 def is_random(name: str) -> bool:
@@ -103,7 +123,26 @@ def is_random(name: str) -> bool:
 def op_name(func: Any) -> str:
     """`linear`, `__add__`, `T`: as a person would say it."""
     name = getattr(func, "__name__", str(func))
-    if name == "__get__":
+    if name in ("__get__", "__set__"):
+        kind = name
         name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if kind == "__set__":
+            return f"{name} ="
         return "t" if name in ("T", "mT", "H", "mH") else name
     return str(name)
+
+
+def names_of(trained: Sequence[Source | Derived]) -> str:
+    """The parameters behind some tensors, for messages."""
+    return ", ".join(sorted({name for t in trained for name in t.names}))
+
+
+def no_rule(op: str, trained: Sequence[Source | Derived], how: str) -> UnsupportedOp:
+    """The refusal of an op, by name of parameter, module and op."""
+    name = names_of(trained)
+    module = name.rpartition(".")[0] or "the model itself"
+    return UnsupportedOp(
+        f"Parameter {name} (module {module}) enters the op {op!r} {how}, for which there is no per-example rule. "
+        "Write it with supported ops, expand the parameter over the batch first, pass op_rules={…}, freeze it, or use "
+        "engine='vmap'."
+    )

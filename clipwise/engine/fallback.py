@@ -13,9 +13,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .._types import LossFn, sum_dtype
 from ..errors import UnsupportedOp
-from .gradients import Gradients
+from .gradients import Gradients, check_losses
 from .reduce import DenseGrad, Reduced
-from .tape import check_losses
 
 
 def vmap_gradients(model: nn.Module, loss_fn: LossFn, data: Any, size: int) -> Gradients:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._types import sum_dtype
+from ..errors import LossShape
 from .reduce import Reduced
 
 
@@ -46,5 +48,17 @@ class Gradients:
                     sums[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
                 else:
                     total = reduced.weighted_sum(column.to(parameter.device), keep.to(parameter.device))
+                    assert total.shape == parameter.shape, f"{name}: {total.shape} for {parameter.shape}"
                     sums[name] = total.to(parameter.device, dtype)
         return sums
+
+
+def check_losses(losses: Any, size: int) -> None:
+    """One number per example, or refuse."""
+    if not isinstance(losses, Tensor) or losses.shape != (size,):
+        axes = f"a tensor of {losses.dim()} axes" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise LossShape(
+            f"loss_fn must return one loss per example, a vector as long as the batch, but gave {axes}. A mean or sum "
+            "over the batch hides the examples from clipping. Use reduction='none', and average over positions, not "
+            "examples."
+        )

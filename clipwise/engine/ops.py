@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._types import sum_dtype
 from ..errors import CrossExampleOp, UnsupportedOp
 from .contributions import Contribution, Dense, Outer, Rows, Unfolded
 
@@ -62,6 +63,19 @@ class OpRule:
     check: Callable[[Call], None] = lambda call: None
 
 
+def _total(x: Tensor, axes: tuple[int, ...] = (1,)) -> Tensor:
+    """A sum that half precision cannot overflow."""
+    return x.sum(axes, dtype=sum_dtype(x.dtype))
+
+
+def _bias(total: Tensor, bias: Tensor) -> Dense:
+    """[b, p] summed to the shape of a bias that may have been broadcast."""
+    if bias.numel() not in (1, total.shape[1]):
+        raise UnsupportedOp(f"A trained bias of shape {tuple(bias.shape)} must be a vector, one entry per output.")
+    total = total if bias.numel() == total.shape[1] else total.sum(1)
+    return Dense(total.reshape(len(total), *bias.shape))
+
+
 def _outer(left: Tensor, right: Tensor) -> Outer:
     return Outer(left[:, None], right[:, None])
 
@@ -71,7 +85,7 @@ def _linear(call: Call, grad: Tensor) -> Uses:
     if "weight" in call.trained:
         yield "weight", _outer(g, call.batch_major(call.values["input"], 1))
     if "bias" in call.trained:
-        yield "bias", Dense(g.sum(1))
+        yield "bias", _bias(_total(g), call.values["bias"])
 
 
 def _addmm(call: Call, grad: Tensor) -> Uses:
@@ -79,11 +93,7 @@ def _addmm(call: Call, grad: Tensor) -> Uses:
     if "mat2" in call.trained:
         yield "mat2", _outer(call.batch_major(call.values["mat1"], 1) * call.values.get("alpha", 1), g)
     if "input" in call.trained:
-        bias = call.values["input"]
-        if bias.dim() > 1 and bias.shape[0] != 1:
-            raise UnsupportedOp("addmm: a trained bias must be a vector, one entry per output column.")
-        total = g.sum(1) * call.values.get("beta", 1)
-        yield "input", Dense(total.sum(-1) if bias.shape[-1] == 1 and g.shape[-1] != 1 else total)
+        yield "input", _bias(_total(g) * call.values.get("beta", 1), call.values["input"])
 
 
 def _matmul(call: Call, grad: Tensor) -> Uses:
@@ -92,12 +102,21 @@ def _matmul(call: Call, grad: Tensor) -> Uses:
         yield "other", _outer(call.batch_major(left, 1), call.batch_major(grad, 1))
     elif "other" in call.trained and right.dim() == 1:
         a = call.batch_major(left, 1)
-        yield "other", Dense((a * grad.reshape(*a.shape[:2], 1)).sum(1))
+        yield "other", Dense(_total(a * grad.reshape(*a.shape[:2], 1)))
     elif left.dim() == 2:  # parameter on the left: [p, d] @ [b, …, d, n]
         yield "input", _outer(call.batch_major(grad.mT, 1), call.batch_major(right.mT, 1))
     else:
         a = call.batch_major(right.mT, 1)
-        yield "input", Dense((a * grad.reshape(*a.shape[:2], 1)).sum(1))
+        yield "input", Dense(_total(a * grad.reshape(*a.shape[:2], 1)))
+
+
+def _mm(call: Call, grad: Tensor) -> Uses:
+    yield "mat2", _outer(call.batch_major(call.values["input"], 1), call.batch_major(grad, 1))
+
+
+def _check_mm(call: Call) -> None:
+    if call.trained != {"mat2"}:
+        raise UnsupportedOp("mm with a trained first factor puts the batch on the second axis. Transpose the product.")
 
 
 def _check_matmul(call: Call) -> None:
@@ -116,10 +135,16 @@ def _embedding(call: Call, grad: Tensor) -> Uses:
     index = call.values["input"].reshape(call.size, -1)
     rows = call.batch_major(grad, 1)
     padding = call.values.get("padding_idx")
-    if padding is not None and padding != -1:
+    if padding is not None:
         padding = padding % call.values["weight"].shape[0]
         rows = torch.where((index == padding)[:, :, None], torch.zeros((), dtype=rows.dtype, device=rows.device), rows)
     yield "weight", Rows(index, rows)
+
+
+def _raw_embedding(call: Call, grad: Tensor) -> Uses:
+    """torch.embedding, for which -1 means no padding; in F.embedding it is the last row."""
+    values = {**call.values, "padding_idx": None} if call.values.get("padding_idx", -1) < 0 else call.values
+    return _embedding(replace(call, values=values), grad)
 
 
 def _check_embedding(call: Call) -> None:
@@ -138,9 +163,9 @@ def _trailing(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
     """Scale and shift over the trailing axes (layer norm, RMS norm)."""
     features = len(call.values["normalized_shape"])
     if "weight" in call.trained:
-        yield "weight", Dense(call.batch_major(grad * normalised, features).sum(1))
+        yield "weight", Dense(_total(call.batch_major(grad * normalised, features)))
     if "bias" in call.trained:
-        yield "bias", Dense(call.batch_major(grad, features).sum(1))
+        yield "bias", Dense(_total(call.batch_major(grad, features)))
 
 
 def _layer_norm(call: Call, grad: Tensor) -> Uses:
@@ -158,7 +183,7 @@ def _channels(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
     """Scale and shift per channel, the second axis (group, instance and frozen batch norm)."""
 
     def per_channel(x: Tensor) -> Tensor:
-        return x.reshape(call.size, -1, x.shape[1], math.prod(x.shape[2:])).sum((1, 3))
+        return _total(x.reshape(call.size, -1, x.shape[1], math.prod(x.shape[2:])), (1, 3))
 
     if "weight" in call.trained:
         yield "weight", Dense(per_channel(grad * normalised))
@@ -230,7 +255,7 @@ def patches(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
 def _conv(call: Call, grad: Tensor) -> Uses:
     """A convolution is a linear op on patches; groups are independent linear ops."""
     if "bias" in call.trained:
-        yield "bias", Dense(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])).sum((1, 3)))
+        yield "bias", Dense(_total(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])), (1, 3)))
     if "weight" in call.trained:
         weight, groups = call.values["weight"], call.values.get("groups", 1)
         kernel, copies = tuple(weight.shape[2:]), grad.shape[0] // call.size
@@ -277,16 +302,16 @@ def _rules() -> dict[Any, OpRule]:
             _check_embedding,
         ),
         torch.embedding: _rule(
-            "weight input padding_idx scale_grad_by_freq sparse", "weight", "input", _embedding, _check_embedding
+            "weight input padding_idx scale_grad_by_freq sparse", "weight", "input", _raw_embedding, _check_embedding
         ),
         F.batch_norm: _rule(batch, "weight bias", "input", _batch_norm),
         F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm, _check_instance_norm),
     }
     rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), conv)
-    rules |= dict.fromkeys(
-        (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), matmul
-    )
+    rules |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), matmul)
     rules[torch.Tensor.__rmatmul__] = _rule("other input", "input other", "input other", _matmul, _check_matmul)
+    mm = _rule("input mat2", "input mat2", "input mat2", _mm, _check_mm)
+    rules |= dict.fromkeys((torch.mm, torch.Tensor.mm), mm)
     rules |= dict.fromkeys((torch.addmm, torch.Tensor.addmm), addmm)
     rules |= dict.fromkeys((F.layer_norm, torch.layer_norm), layer)
     rules |= dict.fromkeys((F.rms_norm, torch.rms_norm), rms)

@@ -9,13 +9,13 @@ op rules, and padding, packing or mixing in the collate function.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,13 +23,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from .._types import LossFn
-from ..batch import check_size, map_tensors
+from ..batch import check_size, map_tensors, tensors
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
+from .fallback import vmap_gradients
+from .gradients import Gradients, check_losses
 from .ops import OpRule
-from .tape import Tape, check_losses
+from .probes import lengths, made_record
+from .reduce import Paths
+from .tape import Tape
 
 Collate = Callable[[list[Any]], Any]
-_PROBES = 3
+_PROBES = 5
 _DROPOUTS = frozenset(
     (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout)
 )
@@ -68,27 +72,31 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """RNG state and buffers are restored; a buffer that the forward pass changes is refused."""
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    """Dropout off, no autocast; RNG state and buffers as they were afterwards."""
+    buffers = _buffers(model)
     try:
         with torch.random.fork_rng(), torch.enable_grad(), _NoDropout():
             yield
-        changed = [name for name, b in model.named_buffers() if not _same(b, buffers.get(name))]
     finally:
-        with torch.no_grad():
-            for name, b in model.named_buffers():
-                if name in buffers and b.shape == buffers[name].shape:
-                    b.copy_(buffers[name])
-    if changed:
-        raise CrossExampleOp(
-            f"Buffer(s) {', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the data "
-            "that are never noised, and would be published with the model. Turn that off (for example with "
-            "track_running_stats=False)."
-        )
+        _restore(model, buffers)
 
 
-def _same(x: Tensor, y: Tensor | None) -> bool:
-    return y is not None and x.shape == y.shape and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            if name in buffers and b.shape == buffers[name].shape:
+                b.copy_(buffers[name])
+
+
+def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    def same(x: Tensor, y: Tensor | None) -> bool:
+        return y is not None and x.shape == y.shape and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+
+    return [name for name, x in one.items() if not same(x, other.get(name))]
 
 
 def preflight(
@@ -98,9 +106,14 @@ def preflight(
     *,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
+    engine: str = "bookkeeping",
     op_rules: Mapping[Any, OpRule] | None = None,
+    paths: Paths | None = None,
 ) -> PreflightReport:
     """Check `model` and `loss_fn` on a few public records; raise if one record's gradient depends on another.
+
+    The check runs on a float64 copy, as the model is and with its weights moved a little (a gate that starts at
+    zero hides what lies behind it); where no copy can be made or used, on the model itself, with less precision.
 
     >>> model = nn.Linear(2, 1)
     >>> report = preflight(model, lambda m, x: m(x)[:, 0], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])])
@@ -115,37 +128,125 @@ def preflight(
         check_size(data, len(chosen))
         return data if device is None else map_tensors(data, lambda x: x.to(device))
 
-    with _untouched(model):
-        return _compared(model, loss_fn, collated, records, op_rules)
+    def check(subject: nn.Module, cast: Callable[[Any], Any], tolerance: float, known: Paths) -> PreflightReport:
+        rig = _Rig(subject, loss_fn, lambda chosen: cast(collated(chosen)), engine, op_rules, known, tolerance)
+        with _untouched(subject):
+            return rig.compared(records)
+
+    paths = {} if paths is None else paths
+    if (copied := _double(model)) is not None:
+        try:
+            report = check(copied, _as_double, 1e-5, paths)
+            _move(copied)
+            check(copied, _as_double, 1e-5, paths)
+            return report
+        except CrossExampleOp:
+            raise
+        except Exception:
+            pass  # a loss that keeps its own model, or float32 written into the code: check the model itself
+    check(model, lambda data: data, 1.0, paths)  # for what it refuses, and to fix the paths
+    exact = {name: replace(path, wide=True) for name, path in paths.items()}
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    return check(model, lambda data: data, 5e-2 if half else 1e-4, exact)
 
 
-def _compared(
-    model: nn.Module, loss_fn: LossFn, collated: Callable[[Sequence[Any]], Any], records: Sequence[Any], op_rules: Any
-) -> PreflightReport:
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    batch = collated(records)
-    tape = Tape(model, batch, len(records), op_rules)
-    with tape:
-        losses = loss_fn(model, batch)
-    gradients = tape.backward(losses)
-    norms = gradients.norms([(name,) for name in parameters])
-    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters.values())
-    tolerance = 5e-2 if half or torch.is_autocast_enabled() else 2e-3
-    floor = 0.01 * float(norms.square().sum(1).sqrt().median()) + 1e-9  # a vanishing gradient has no digits to compare
-    worst_loss = worst_norm = 0.0
-    for i, record in enumerate(records):
-        alone = collated([record])
-        loss, truth = _alone(model, loss_fn, alone, parameters)
-        loss_error = float((losses[i].detach() - loss).abs() / (loss.abs() + losses.detach().abs().mean() + 1e-6))
-        scale = float(truth.square().sum().sqrt()) + floor
-        errors = (norms[i] - truth).abs() / scale
-        # An upper bound may lie above the truth where terms cancel; what matters is that it is not below.
-        norm_error = float(errors.max())
-        if not (loss_error <= tolerance and norm_error <= tolerance):
-            name = list(parameters)[int(torch.nan_to_num(errors, nan=torch.inf).argmax())]
-            raise _mixing(model, loss_fn, batch, alone, i, name, loss_error, norm_error)
-        worst_loss, worst_norm = max(worst_loss, loss_error), max(worst_norm, norm_error)
-    return PreflightReport(worst_loss, worst_norm, tuple(gradients.unused))
+def _double(model: nn.Module) -> nn.Module | None:
+    try:
+        return copy.deepcopy(model).double()
+    except Exception:
+        return None
+
+
+def _as_double(data: Any) -> Any:
+    return map_tensors(data, lambda x: x.double() if x.is_floating_point() else x)
+
+
+def _move(model: nn.Module) -> None:
+    """Change every trained entry by a few percent, without a generator."""
+    with torch.no_grad():
+        for number, p in enumerate(q for q in model.parameters() if q.requires_grad):
+            wave = torch.sin(torch.arange(p.numel(), device=p.device, dtype=p.dtype) * 1.7 + number)
+            p.add_((0.05 * p.abs().mean() + 0.02) * wave.reshape(p.shape))
+
+
+@dataclass(frozen=True)
+class _Rig:
+    """One model under test: compares a batch with its records one by one."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    collated: Callable[[Sequence[Any]], Any]
+    engine: str
+    op_rules: Mapping[Any, OpRule] | None
+    paths: Paths
+    tolerance: float
+
+    def gradients(self, batch: Any, size: int) -> Gradients:
+        if self.engine == "vmap":
+            return vmap_gradients(self.model, self.loss_fn, batch, size)
+        tape = Tape(self.model, batch, size, self.op_rules, self.paths)
+        with tape:
+            losses = self.loss_fn(self.model, batch)
+        return tape.backward(losses)
+
+    def compared(self, records: Sequence[Any]) -> PreflightReport:
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        batch, before = self.collated(records), _buffers(self.model)
+        gradients = self.gradients(batch, len(records))
+        losses, norms = gradients.losses, gradients.norms([(name,) for name in parameters])
+        floor = 0.01 * float(norms.square().sum(1).sqrt().median()) + 1e-9  # a vanishing gradient has no digits
+        worst_loss = worst_norm = 0.0
+        for i, record in enumerate(records):
+            alone = self.collated([record])
+            _restore(self.model, before)
+            loss, truth = _alone(self.model, self.loss_fn, alone, parameters)
+            errors = (norms[i] - truth.to(norms)).abs() / (float(truth.square().sum().sqrt()) + floor)
+            if not (torch.isfinite(loss) and torch.isfinite(truth).all()):
+                raise UnsupportedOp(
+                    "The preflight's records gave a loss or gradient that is not finite, so nothing can be compared. "
+                    "Made-up values do not suit this model: pass a few public records, privatize(..., probe=[…])."
+                )
+            loss_error = float((losses[i] - loss).abs() / (loss.abs() + losses.abs().mean() + 1e-6))
+            norm_error = float(torch.nan_to_num(errors, nan=torch.inf).max())
+            if not (loss_error <= self.tolerance and norm_error <= self.tolerance):
+                name = list(parameters)[int(torch.nan_to_num(errors, nan=torch.inf).argmax())]
+                raise self._mixing(batch, alone, i, name, loss_error, norm_error)
+            worst_loss, worst_norm = max(worst_loss, loss_error), max(worst_norm, norm_error)
+        self._check_buffers(records)
+        return PreflightReport(worst_loss, worst_norm, tuple(gradients.unused))
+
+    def _check_buffers(self, records: Sequence[Any]) -> None:
+        """A buffer may change, like a step counter, but not in a way that depends on the records."""
+        before = _buffers(self.model)
+        after = []
+        for chosen in ([records[0]] * 2, [records[1]] * 2):
+            with torch.no_grad():
+                self.loss_fn(self.model, self.collated(chosen))
+            after.append(_buffers(self.model))
+            _restore(self.model, before)
+        if changed := _differing(*after):
+            raise CrossExampleOp(
+                f"Buffer(s) {', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the "
+                "data that are never noised, and would be published with the model. Turn that off (for example with "
+                "track_running_stats=False)."
+            )
+
+    def _mixing(
+        self, batch: Any, alone: Any, row: int, name: str, loss_error: float, norm_error: float
+    ) -> CrossExampleOp:
+        module = _first_difference(self.model, self.loss_fn, batch, alone, row)
+        if module is not None:
+            where = f"The first module whose output for one record depends on the others is {module}."
+        elif loss_error > self.tolerance:
+            where = "No module's output differs, so the examples meet in loss_fn or in the collate function."
+        else:
+            where = f"Outputs agree but the gradient of {name} does not: is the batch axis first in every op it enters?"
+        return CrossExampleOp(
+            f"A record gives another loss or gradient inside a batch than alone (relative difference of the loss "
+            f"{loss_error:.2g}, of the gradient {norm_error:.2g}). {where} Clipping then bounds nobody's influence. "
+            "Usual causes: batch norm, padding to the longest with pooling over it, mixup, losses across the batch, "
+            "randomness other than dropout."
+        )
 
 
 def _alone(
@@ -162,24 +263,6 @@ def _alone(
     return losses[0].detach(), torch.tensor(norms, dtype=torch.float64, device=losses.device)
 
 
-def _mixing(
-    model: nn.Module, loss_fn: LossFn, batch: Any, alone: Any, row: int, name: str, loss_error: float, norm_error: float
-) -> CrossExampleOp:
-    module = _first_difference(model, loss_fn, batch, alone, row)
-    if module is not None:
-        where = f"The first module whose output for one record depends on the others is {module}."
-    elif loss_error > 1e-2:
-        where = "No module's output differs, so the examples meet in loss_fn or in the collate function."
-    else:
-        where = f"Outputs agree but the gradient of {name} does not: is the batch axis first in every op it enters?"
-    return CrossExampleOp(
-        f"A record gives another loss or gradient inside a batch than alone (relative difference of the loss "
-        f"{loss_error:.2g}, of the gradient {norm_error:.2g}). {where} Clipping then bounds nobody's influence. Usual "
-        "causes: batch norm, padding to the longest with pooling over it, mixup, losses across the batch, randomness "
-        "other than dropout."
-    )
-
-
 def _first_difference(model: nn.Module, loss_fn: LossFn, batch: Any, alone: Any, row: int) -> str | None:
     together, single = (_outputs(model, loss_fn, data) for data in (batch, alone))
     for (name, kind, many), (_, _, one) in zip(together, single, strict=False):
@@ -187,7 +270,7 @@ def _first_difference(model: nn.Module, loss_fn: LossFn, batch: Any, alone: Any,
             continue
         length = one.shape[0]
         part = many[row * length : (row + 1) * length]
-        if part.shape != one.shape or not torch.allclose(part.float(), one.float(), rtol=1e-2, atol=1e-4):
+        if part.shape != one.shape or not torch.allclose(part.float(), one.float(), rtol=1e-4, atol=1e-6):
             return f"{name!r} ({kind})"
     return None
 
@@ -212,61 +295,6 @@ def _outputs(model: nn.Module, loss_fn: LossFn, data: Any) -> list[tuple[str, st
     return seen
 
 
-# -- made-up records --------------------------------------------------------------------------------
-
-
-def _values(shape: Sequence[int], kind: torch.dtype, number: int) -> Tensor:
-    """Made-up values without a generator: smooth for floats, 0 and 1 for integers (always a valid class or token)."""
-    total = int(np.prod(shape)) if len(shape) else 1
-    steps = torch.arange(total, dtype=torch.float64)
-    wave = torch.sin(steps * (1.3 + 0.7 * number) + 0.9 * number + 0.4)
-    if kind.is_floating_point or kind.is_complex:
-        return wave.to(kind).reshape(tuple(shape))
-    if kind == torch.uint8:
-        return ((wave + 1) * 127).to(kind).reshape(tuple(shape))
-    return (wave > 0).to(kind).reshape(tuple(shape))
-
-
-def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> Any:
-    """A record of the structure of `like`; keep=(length, shorter) cuts first axes of that length."""
-    if isinstance(like, Tensor):
-        shape = list(like.shape)
-        if keep is not None and shape and shape[0] == keep[0]:
-            shape[0] = keep[1]
-        return _values(shape, like.dtype, number).to(like.device)
-    if isinstance(like, np.ndarray):
-        return made_record(torch.as_tensor(like), number, keep).numpy()
-    if isinstance(like, bool):
-        return bool(number % 2)
-    if isinstance(like, (int, np.integer)):
-        return type(like)(number % 2)
-    if isinstance(like, (float, np.floating)):
-        return type(like)(0.5 * number + 0.1)
-    if isinstance(like, Mapping):
-        return {key: made_record(item, number, keep) for key, item in like.items()}
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(*(made_record(item, number, keep) for item in like))
-    if isinstance(like, (list, tuple)):
-        if keep is not None and len(like) == keep[0]:
-            like = like[: keep[1]]
-        return type(like)(made_record(item, number, keep) for item in like)
-    if like is None:
-        return None
-    raise UnsupportedOp(
-        f"The preflight cannot make up a {type(like).__name__}. Pass a few public records, "
-        "privatize(..., probe=[record, record, record]), or preflight=False to go without the check."
-    )
-
-
-def _lengths(like: Any) -> set[int]:
-    """First axes that could be sequence lengths."""
-    if isinstance(like, (Tensor, np.ndarray)):
-        return {like.shape[0]} if like.ndim and like.shape[0] > 2 else set()
-    items = like.values() if isinstance(like, Mapping) else like if isinstance(like, (list, tuple)) else ()
-    own = {len(like)} if isinstance(like, list) and len(like) > 2 else set()
-    return own.union(*(_lengths(item) for item in items))
-
-
 def preflight_dataset(
     model: nn.Module,
     loss_fn: LossFn,
@@ -274,18 +302,36 @@ def preflight_dataset(
     probe: Probe,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
-    op_rules: Mapping[Any, OpRule] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> PreflightReport:
     """The preflight for a data set: made-up records of one record's structure, also with unequal lengths."""
-    settings: dict[str, Any] = {"collate_fn": collate_fn, "device": device, "op_rules": op_rules}
+    settings: dict[str, Any] = {"collate_fn": collate_fn, "device": device, **(options or {})}
     if probe.records is not None:
         return _warned(preflight(model, loss_fn, list(probe.records), **settings))
     if probe.private:
-        return _warned(preflight(model, loss_fn, [dataset[i] for i in range(_PROBES)], **settings))
+        return _warned(preflight(model, loss_fn, [dataset[i] for i in range(min(_PROBES, len(dataset)))], **settings))
     like = dataset[0]
+    report = _on_made_up(model, loss_fn, [made_record(like, number) for number in range(_PROBES)], settings)
+    for length in lengths(like):
+        _unequal(model, loss_fn, like, length, settings)
+    return _warned(report)
+
+
+def preflight_batch(model: nn.Module, loss_fn: LossFn, batch: Any, options: Mapping[str, Any]) -> PreflightReport:
+    """The preflight where only a collated batch is known: records with the shapes of its rows, stacked again."""
+    like = map_tensors(batch, lambda x: x[0])
     records = [made_record(like, number) for number in range(_PROBES)]
+
+    def stacked(chosen: list[Any]) -> Any:
+        columns = iter(zip(*(list(tensors(record)) for record in chosen), strict=True))
+        return map_tensors(like, lambda x: torch.stack(next(columns)))
+
+    return _warned(_on_made_up(model, loss_fn, records, {"collate_fn": stacked, **options}))
+
+
+def _on_made_up(model: nn.Module, loss_fn: LossFn, records: Sequence[Any], settings: dict[str, Any]) -> PreflightReport:
     try:
-        report = preflight(model, loss_fn, records, **settings)
+        return preflight(model, loss_fn, records, **settings)
     except ClipwiseError:
         raise
     except Exception as error:
@@ -293,9 +339,6 @@ def preflight_dataset(
             f"The preflight ran loss_fn on made-up records of the shape of yours and it failed: {error!r}. Pass a few "
             "public records, privatize(..., probe=[record, record, record]), or preflight=False to go without."
         ) from error
-    for length in _lengths(like):
-        _unequal(model, loss_fn, like, length, settings)
-    return _warned(report)
 
 
 def _unequal(model: nn.Module, loss_fn: LossFn, like: Any, length: int, settings: dict[str, Any]) -> None:
@@ -303,7 +346,7 @@ def _unequal(model: nn.Module, loss_fn: LossFn, like: Any, length: int, settings
     cut = [length, max(length // 2, 1), max(2 * length // 3, 1)]
     records = [made_record(like, number, (length, shorter)) for number, shorter in enumerate(cut)]
     try:
-        preflight(model, loss_fn, records, **settings)
+        preflight(model, loss_fn, records, **{**settings, "paths": None})
     except CrossExampleOp:
         raise
     except Exception:

@@ -1,18 +1,21 @@
-"""From recorded uses to norms and weighted sums, the cheapest exact way for each parameter.
+"""From recorded uses to norms and weighted sums, the cheapest way for each parameter.
 
-Every norm is an upper bound of the norm of what `weighted_sum` really adds up, rounding included:
+Two laws. Every norm is an upper bound of the norm of what `weighted_sum` really adds up, rounding and
+underflow included; and it depends on the example alone, never on who else is in the batch: which way is
+taken (its `Path`) is fixed once per parameter.
 
-- a materialised gradient is summed as it stands, so only the rounding of its own sum of squares counts;
-- the Gram form n² = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels, so its error is bounded by κ·u·ρ² with
-  ρ = Σ_t ‖l_t‖‖r_t‖ (κ = p + d + 64: the inner products, then a pairwise sum), and the sum that is formed
-  apart from it can be off by a few roundings of ρ:  n̂ = √(max(G, 0) + κ·u·ρ²) + 4·u_sum·ρ.
+- A materialised gradient is summed as it stands, so only the rounding of its own sum of squares counts.
+- The Gram form G = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels. Its error is at most κ·u·ρ² with ρ = Σ_t ‖l_t‖‖r_t‖ and
+  κ = p + d + 64 (chunks of 1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ:
+  n̂ = √(max(G, 0) + κ·u·ρ² + underflow) + (t + 4)·u·ρ. See docs/engine.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +24,8 @@ from .._types import sum_dtype, unit_roundoff
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
-_SMALL = 2**18  # entries up to which float64 products take no time
-_SUM_ROUNDINGS = 4  # ‖rounding of the weighted sum of one example‖ / (u·ρ), see docs/engine.md
+_SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
+_LONG = 1024  # inner products longer than this are cut
 
 
 class Reduced(Protocol):
@@ -35,16 +38,31 @@ class Reduced(Protocol):
         """Σ_i weights_i·g_i over the examples with keep_i; the others are not read, even if they hold NaN."""
 
 
-def product_dtype(device: torch.device, entries: int) -> torch.dtype:
-    """The dtype of Gram products: float64 where that costs next to nothing, else float32 with its wider bound."""
-    return torch.float64 if device.type == "cpu" and entries <= _SMALL else torch.float32
+@dataclass(frozen=True)
+class Path:
+    """How one parameter's gradients are reduced: fixed at its first use, so that no later batch can change it."""
+
+    form: Literal["dense", "outer"]
+    wide: bool  # outer: products and sums in float64
 
 
-def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """U of the products, which is that of TF32 where torch may use it."""
-    if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-11
-    return unit_roundoff(dtype)
+Paths = dict[str, Path]
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Products as precise as their dtype: no autocast, no TF32, whatever the user has set for the model."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cuda":
+            yield
+            return
+        matmul: Any = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
@@ -105,39 +123,43 @@ class OuterGrad:
 
     uses: Outer
     shape: tuple[int, ...]
-    products: torch.dtype | None = None  # of Gram products; chosen from the device unless a test says
+    wide: bool = False  # in float64
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of products and sums."""
+        return torch.float64 if self.wide or self.uses.left.dtype == torch.float64 else torch.float32
 
     def squared_norms(self) -> Tensor:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
         left, right = self.uses.left, self.uses.right
         if left.shape[2] == 1:
             return (squares(left, 3) * squares(right, 3)).sum((1, 2))
-        gram, reach = self.gram()
-        return _bounded(gram, reach, self._error(), sum_dtype(left.dtype))
+        gram, reach, lost = self.gram()
+        return _bounded(gram, reach, lost, self.error, left.shape[2] * left.shape[1], self.dtype)
 
-    def gram(self) -> tuple[Tensor, Tensor]:
-        """Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩, which may have cancelled, and ρ; both [b]."""
-        dtype = self._products()
-        size = self.uses.left.shape[0]
-        left, right = self.uses.left.to(dtype).flatten(0, 1), self.uses.right.to(dtype).flatten(0, 1)  # [b·g, t, ·]
-        gram_left, gram_right = torch.bmm(left, left.mT), torch.bmm(right, right.mT)
-        diagonal = gram_left.diagonal(dim1=1, dim2=2) * gram_right.diagonal(dim1=1, dim2=2)
-        reach = diagonal.double().clamp(min=0).sqrt().reshape(size, -1).sum(1) * (1 + self._error())
-        return (gram_left * gram_right).reshape(size, -1).sum(1, dtype=torch.float64), reach
+    def gram(self) -> tuple[Tensor, Tensor, Tensor]:
+        """G, which may have cancelled, ρ, and what underflow may have lost of G; float64, all [b]."""
+        size, _, _, p = self.uses.left.shape
+        d, tiny = self.uses.right.shape[3], torch.finfo(self.dtype).tiny
+        gram_left, gram_right = (_gram(x.to(self.dtype).flatten(0, 1)) for x in (self.uses.left, self.uses.right))
+        left, right = (  # norms of the positions [b, g·t], never below the truth
+            (g.diagonal(dim1=1, dim2=2).double().clamp(min=0) * (1 + self.error) + k * tiny).sqrt().reshape(size, -1)
+            for g, k in ((gram_left, p), (gram_right, d))
+        )
+        lost = tiny * (p * right.sum(1).square() + d * left.sum(1).square() + p * d * left.shape[1] ** 2 * tiny)
+        total = (gram_left * gram_right).reshape(size, -1).sum(1, dtype=torch.float64)
+        return total, (left * right).sum(1), lost
 
-    def _products(self) -> torch.dtype:
-        if self.uses.left.dtype == torch.float64:
-            return torch.float64
-        return self.products or product_dtype(self.uses.left.device, self.uses.left.numel() + self.uses.right.numel())
-
-    def _error(self) -> float:
-        kappa = self.uses.left.shape[3] + self.uses.right.shape[3] + 64
-        return kappa * product_roundoff(self._products(), self.uses.left.device)
+    @property
+    def error(self) -> float:
+        """κ·u."""
+        p, d = self.uses.left.shape[3], self.uses.right.shape[3]
+        return (min(p, _LONG) + min(d, _LONG) + 64) * unit_roundoff(self.dtype)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions."""
-        dtype = sum_dtype(self.uses.left.dtype)
-        left, right = self.uses.left.to(dtype), self.uses.right.to(dtype)
+        left, right = self.uses.left.to(self.dtype), self.uses.right.to(self.dtype)
         if left.shape[3] <= right.shape[3]:
             left, right = _scaled(left, weights, keep), _select(right, keep)
         else:
@@ -146,6 +168,17 @@ class OuterGrad:
             return (left.flatten(0, 2).T @ right.flatten(0, 2)).reshape(self.shape)
         left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)  # [g, b·t, ·]
         return torch.matmul(left.mT, right).reshape(self.shape)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
+    if x.shape[2] <= _LONG:
+        return torch.bmm(x, x.mT)
+    parts = x.split(_LONG, dim=2)
+    total = torch.bmm(parts[0], parts[0].mT).double()
+    for part in parts[1:]:
+        total += torch.bmm(part, part.mT)
+    return total
 
 
 @dataclass(frozen=True)
@@ -175,38 +208,38 @@ class TiedGrad:
 
     def squared_norms(self) -> Tensor:
         """‖E‖² + ‖H‖² + 2⟨E, H⟩, with ⟨E, H⟩ = Σ_ts left_s[index_t]·⟨rows_t, right_s⟩."""
-        dtype = self.outer._products()
-        index, rows = self.rows.uses.index, self.rows.uses.rows.to(dtype)
-        left, right = self.outer.uses.left[:, 0].to(dtype), self.outer.uses.right[:, 0].to(dtype)
+        index, rows = self.rows.uses.index, self.rows.uses.rows.double()
+        left, right = self.outer.uses.left[:, 0].double(), self.outer.uses.right[:, 0].double()
         picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1))  # [b, s, t]
-        cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2), dtype=torch.float64)
-        gram, reach = self.outer.gram()
-        total = rows.double().square().sum((1, 2)) + gram + 2 * cross
+        cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2))
+        gram, reach, lost = self.outer.gram()
+        total = rows.square().sum((1, 2)) + gram + 2 * cross
         reach = reach + squares(self.rows.uses.rows, 2).sqrt().sum(1)
-        return _bounded(total, reach, self.outer._error(), sum_dtype(left.dtype))
+        positions = left.shape[1] + rows.shape[1]
+        return _bounded(total, reach, lost, self.outer.error, positions, sum_dtype(self.outer.uses.left.dtype))
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """The two sums, added."""
-        return self.rows.weighted_sum(weights, keep) + self.outer.weighted_sum(weights, keep)
+        return self.outer.weighted_sum(weights, keep) + self.rows.weighted_sum(weights, keep)
 
 
-def _bounded(gram: Tensor, reach: Tensor, error: float, dtype: torch.dtype) -> Tensor:
-    """(√(max(G, 0) + κuρ²) + 4·u_sum·ρ)²: NaN stays NaN, so that the example is dropped."""
-    estimate = (gram.clamp(min=0) + error * reach.square()).sqrt()
-    return (estimate + _SUM_ROUNDINGS * unit_roundoff(dtype) * reach).square() + torch.finfo(dtype).tiny
+def _bounded(gram: Tensor, reach: Tensor, lost: Tensor, error: float, positions: int, dtype: torch.dtype) -> Tensor:
+    """(√(max(G, 0) + κuρ² + underflow) + (t + 4)·u·ρ)²: NaN stays NaN, so that the example is dropped."""
+    estimate = (gram.clamp(min=0) + error * reach.square() + lost).sqrt()
+    return (estimate + (positions + 4) * unit_roundoff(dtype) * reach).square()
 
 
-def _materialise_is_cheaper(t: int, p: int, d: int) -> bool:
-    """Per example: 2t²(p + d) operations for the Gram form against p·d entries to write and to read twice.
+def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
+    """From shapes alone, and once per parameter.
 
-    Both need the 2tpd of the weight gradient. An entry's traffic costs as much as about 40 operations on the
-    machines tried. A gradient much larger than the activations is materialised only where t is very large.
+    Per example the Gram form takes 2t²(p + d) operations, a materialised gradient p·d entries to write and to read
+    twice; both need the 2tpd of the weight gradient. An entry's traffic costs as much as about 40 operations on
+    the machines tried. A gradient much larger than the activations is materialised only where t is very large.
     """
-    if t == 1:
-        return False
-    if 2 * t * t > p * d:
-        return True
-    return p * d <= 2 * t * (p + d) and 40 * p * d < 2 * t * t * (p + d)
+    wide = device.type == "cpu" and t * (p + d) <= _SMALL
+    if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and 40 * p * d < 2 * t * t * (p + d))):
+        return Path("dense", wide)
+    return Path("outer", wide and t > 1)
 
 
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
@@ -215,7 +248,7 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
     return g, t, p, use.width if isinstance(use, Unfolded) else use.right.shape[3]
 
 
-def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int]) -> Reduced:
+def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
@@ -225,10 +258,11 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int]) -> Reduced:
         if not products:
             return RowsGrad(merge_rows(rows), shape)
         groups, _, p, d = sides[0]
-        positions = sum(t for _, t, _, _ in sides)
-        if not _materialise_is_cheaper(positions, p, d) and (groups == 1 or not rows):
+        if name not in paths:
+            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, products[0].left.device)
+        if paths[name].form == "outer" and (groups == 1 or not rows):
             merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in products])
-            grad = OuterGrad(merged, shape)
+            grad = OuterGrad(merged, shape, paths[name].wide)
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     total = materialise(uses[0], shape)
     for use in uses[1:]:

@@ -9,24 +9,26 @@ all edges then gives every per-example gradient. Nothing hangs on tensors, modul
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from ..batch import map_tensors, tensors
-from ..errors import ChangedInput, LossShape, ParameterMismatch, UnrecordedGradient, UnsupportedOp
+from ..errors import ChangedInput, ParameterMismatch, UnrecordedGradient, UnsupportedOp
 from .contributions import Contribution, Dense
-from .derived import CASTS, Derived, Source, is_random, kind_of, op_name
-from .gradients import Gradients
+from .derived import CASTS, Derived, Origin, Source, is_random, kind_of, names_of, no_rule, op_name, shares_rows
+from .edges import Record, Tap, Unview
+from .gradients import Gradients, check_losses
 from .ops import OP_RULES, Call, OpRule, bind, check_batch_norm
-from .reduce import Reduced, reduce_uses
+from .reduce import Paths, Reduced, exact_products, reduce_uses
+from .seen import Seen, is_inplace
 
 _ELEMENTWISE = (
     "add sub rsub mul multiply div divide true_divide pow maximum minimum where lerp addcmul addcdiv "
@@ -38,51 +40,18 @@ _BROADCASTS = frozenset(
     getattr(owner, name) for owner in (torch, torch.Tensor) for name in _ELEMENTWISE if hasattr(owner, name)
 )
 _MATMULS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
+_JOINS = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))  # along another axis than the first
+_BATCHED = frozenset((torch.bmm, torch.Tensor.bmm, torch.baddbmm, F.scaled_dot_product_attention))
 _BATCH_NORMS = {
-    torch.nn.functional.batch_norm: "input running_mean running_var weight bias training momentum eps".split(),
+    F.batch_norm: "input running_mean running_var weight bias training momentum eps".split(),
     torch.batch_norm: "input weight bias running_mean running_var training momentum eps".split(),
 }
-_INPLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__"})
+_LOOKS_ONLY = frozenset(
+    {"expand_as", "view_as", "reshape_as", "type_as", "to"}
+)  # at the second tensor's shape or dtype
+_SPREAD = 2**24  # entries of a diagonal that may be written out
 
 Trained = Source | Derived
-
-
-class _Tap(torch.autograd.Function):
-    """Gives an output that needs no gradient a place in the graph; the same tensor, so in-place ops still work."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class _Unview(torch.autograd.Function):
-    """The same memory, but no longer a view.
-
-    An in-place op on a view rewrites the history of its base, and an edge recorded before it would lie off
-    the path: its gradient would be missed in silence (linear with a bias on a 3-D input returns a view).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-@dataclass(frozen=True)
-class _Record:
-    """One use: the edge whose gradient is needed, and how it becomes contributions."""
-
-    edge: GradientEdge | Tensor
-    targets: tuple[Trained, ...]
-    contributions: Callable[[Tensor], Iterator[tuple[Trained, Contribution]]]
 
 
 class Tape(TorchFunctionMode):
@@ -91,30 +60,27 @@ class Tape(TorchFunctionMode):
     The engine knows no clip norm and no noise: it gives norms, and sums for weights.
     """
 
-    def __init__(self, model: nn.Module, data: Any, size: int, op_rules: Mapping[Any, OpRule] | None = None) -> None:
-        """`data` is the batch: whatever is computed from its tensors is data too."""
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        size: int,
+        op_rules: Mapping[Any, OpRule] | None = None,
+        paths: Paths | None = None,
+    ) -> None:
+        """`data` is the batch; `paths` remembers, over a run, how each parameter is reduced."""
         super().__init__()
         self.size = size
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
         self._rules = {**OP_RULES, **(op_rules or {})}
+        self._paths = {} if paths is None else paths
         self._sources: dict[int, Source] = {}
         self._derived: dict[int, Derived] = {}
-        self._data: dict[int, weakref.ref[Tensor]] = {}
-        self._records: list[_Record] = []
+        self._records: list[Record] = []
         self._anchor: dict[torch.device, Tensor] = {}
         self._blind: set[str] = set()  # parameters that met data under no_grad
-        for x in tensors(data):
-            self._mark(x)
-
-    # -- what a tensor is ---------------------------------------------------------------------------
-
-    def _mark(self, out: Any) -> None:
-        for x in tensors(out):
-            self._data[id(x)] = weakref.ref(x)
-
-    def _is_data(self, x: Tensor) -> bool:
-        known = self._data.get(id(x))
-        return known is not None and known() is x
+        self._seen = Seen(size)
+        self._seen.mark(data)
 
     def _trained(self, x: Any) -> Trained | None:
         if isinstance(x, nn.Parameter):
@@ -141,64 +107,113 @@ class Tape(TorchFunctionMode):
         """See one op."""
         kwargs = kwargs or {}
         given = list(tensors((args, kwargs)))
-        data = any(self._is_data(x) for x in given)
-        if data and func in _BATCH_NORMS:
-            check_batch_norm(dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs)
+        data = any(self._seen.is_data(x) for x in given)
         trained = [t for t in map(self._trained, given) if t is not None]
+        name = op_name(func)
+        if data:
+            self._check_op(func, name, args, kwargs)
+        unordered = data and self._seen.loses_order(name, args, kwargs, given)
         if not trained or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if data:
-                self._blind.update(name for t in trained for name in t.names)
+                self._blind.update(n for t in trained for n in t.names)
         elif not data:
-            return self._derive(func, args, kwargs, trained)
-        elif (rule := self._rules.get(func)) is not None and not self._wide_matmul(func, trained):
-            out = self._record(func, rule, args, kwargs)
+            return self._derive(func, name, args, kwargs, trained)
+        elif name in _LOOKS_ONLY:
+            if (first := self._trained(args[0])) is not None:
+                return self._derive(func, name, args, kwargs, [first])
+            out = func(*self._with(args, "value"), **self._with(kwargs, "value"))
+        elif unordered:
+            raise no_rule(name, trained, "together with rows that the data itself selected, in an unknown order,")
         else:
-            out = self._broadcast(func, args, kwargs, trained)
+            out = self._meet(func, name, args, kwargs, trained)
         if data:
-            self._mark(out)
-            if _is_inplace(func) and args:
-                self._mark(args[0])
+            self._seen.after(func, args, out, unordered)
         return out
 
-    def _wide_matmul(self, func: Any, trained: list[Trained]) -> bool:
-        return func in _MATMULS and any(t.value.dim() > 2 for t in trained)
-
-    def _derive(self, func: Any, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
-        """Parameters and constants only: the result is a derived parameter."""
-        name = op_name(func)
-        if _is_inplace(func):
+    def _check_op(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        if func in _BATCH_NORMS:
+            check_batch_norm(dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs)
+        if func is torch.autograd.grad and kwargs.get("create_graph"):
             raise UnsupportedOp(
-                f"{name} changes {_names(trained)} in place during the forward pass, which cannot be undone per "
+                "torch.autograd.grad(create_graph=True) in the loss needs second derivatives, which are not followed. "
+                "Use engine='vmap' with torch.func, or leave the gradient penalty out."
+            )
+        if func in (torch.autograd.backward, torch.Tensor.backward):
+            raise UnsupportedOp("backward() inside loss_fn would write gradients that are not clipped. Leave it out.")
+
+    def _meet(self, func: Any, name: str, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
+        """Parameter and data in one op."""
+        arguments: list[Any] = list(args)
+        table = self._trained(arguments[0]) if arguments else None
+        if table is not None and table.value.dim() == 2 and len(trained) == 1:  # w[ids], w.index_select(0, ids)
+            rest = arguments[1:] if name == "__getitem__" else []
+            if name == "index_select" and len(arguments) == 3 and arguments[1] == 0:
+                rest = arguments[2:]
+            if len(rest) == 1 and isinstance(rest[0], Tensor) and rest[0].dtype in (torch.int64, torch.int32):
+                return self._record(F.embedding, self._rules[F.embedding], (rest[0], arguments[0]), {})
+        wide_matmul = func in _MATMULS and any(t.value.dim() > 2 for t in trained)
+        if (rule := self._rules.get(func)) is not None and not wide_matmul:
+            return self._record(func, rule, args, kwargs)
+        return self._broadcast(func, args, kwargs, trained)
+
+    def _derive(self, func: Any, name: str, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
+        """Parameters and constants only: the result is a derived parameter."""
+        if is_inplace(func):
+            raise UnsupportedOp(
+                f"{name} changes {names_of(trained)} in place during the forward pass, which cannot be undone per "
                 "example. Compute a new tensor instead."
             )
         narrow = any(t.value.dtype != t.shadow.dtype for t in trained)
         if narrow and is_random(name):
-            raise UnsupportedOp(f"{name} of {_names(trained)} is random: train this parameter in float32.")
+            raise UnsupportedOp(f"{name} of {names_of(trained)} is random: train this parameter in float32.")
         if name in CASTS and len(trained) == 1 and trained[0].value.is_floating_point():
             value = func(*self._with(args, "value"), **self._with(kwargs, "value"))
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
             return self._keep(value.detach(), trained[0].shadow, trained, name)
         shadow = func(*self._with(args, "shadow"), **self._with(kwargs, "shadow"))
         if not any(x.requires_grad for x in tensors(shadow)):
-            return func(*args, **kwargs) if narrow else shadow
+            return func(*self._with(args, "value"), **self._with(kwargs, "value")) if narrow else shadow
+        origin = self._origin(func, args, kwargs)
         if not narrow:
-            return map_tensors(shadow, lambda s: self._keep(s.detach(), s, trained, name) if s.requires_grad else s)
+            keep = lambda s: self._keep(s.detach(), s, trained, name, origin) if s.requires_grad else s  # noqa: E731
+            return map_tensors(shadow, keep)
         value = func(*self._with(args, "value"), **self._with(kwargs, "value"))
         shadows = list(tensors(shadow))
-        return map_tensors(value, lambda v: self._keep(v, shadows.pop(0), trained, name))
+        return map_tensors(value, lambda v: self._keep(v, shadows.pop(0), trained, name, origin))
 
-    def _keep(self, value: Tensor, shadow: Tensor, trained: list[Trained], name: str) -> Tensor:
+    def _keep(
+        self, value: Tensor, shadow: Tensor, trained: list[Trained], name: str, origin: Origin | None = None
+    ) -> Tensor:
         sources = {id(s): s for t in trained for s in (t.sources if isinstance(t, Derived) else [t])}
-        derived = Derived(value, shadow, list(sources.values()), kind_of(name, trained, value))
-        self._derived[id(value)] = derived
+        shared = shares_rows(name, trained, value)
+        kind = kind_of(name, trained, value)
+        self._derived[id(value)] = Derived(value, shadow, list(sources.values()), kind, shared, origin)
         return value
+
+    def _origin(self, func: Any, args: Any, kwargs: Any) -> Origin | None:
+        """For an op with a rule on a constant: its contributions, should the result be used row by row."""
+        rule = self._rules.get(func)
+        if rule is None:
+            return None
+        given = bind(rule, args, kwargs)
+        targets = {n: t for n, x in given.items() if (t := self._trained(x)) is not None}
+        if not targets.keys() <= rule.parameters:
+            return None
+        values = {n: targets[n].value if n in targets else x for n, x in given.items()}
+        call = Call(op_name(func), values, frozenset(targets), self.size)
+        return lambda grad: ((targets[n], use) for n, use in rule.uses(call, grad))
 
     def _with(self, tree: Any, form: str) -> Any:
         """Arguments with parameters replaced by their detached values, or by their shadows."""
 
         def swap(x: Tensor) -> Tensor:
             trained = self._trained(x)
-            return x if trained is None else getattr(trained, form)
+            if trained is not None:
+                found: Tensor = getattr(trained, form)
+                return found
+            return x.float() if form == "shadow" and x.dtype in (torch.float16, torch.bfloat16) else x
 
         return map_tensors(tree, swap)
 
@@ -209,11 +224,16 @@ class Tape(TorchFunctionMode):
         name = op_name(func)
         if not targets.keys() <= rule.parameters:
             wrong = [targets[n] for n in targets.keys() - rule.parameters]
-            raise _no_rule(name, wrong, "as an argument that its rule does not train")
+            raise no_rule(name, wrong, "as an argument that its rule does not train")
         values = {n: targets[n].value if n in targets else x for n, x in given.items()}
         call = Call(name, values, frozenset(targets), self.size)
         rule.check(call)
         out = func(*self._with(args, "value"), **self._with(kwargs, "value"))
+        if out.dim() == 0 or out.shape[0] % self.size:
+            raise UnsupportedOp(
+                f"{name} with parameter {names_of(list(targets.values()))} gives an output of shape "
+                f"{tuple(out.shape)}, whose first axis does not run over the examples. Keep the batch axis first."
+            )
         out = self._tapped(out)
         kept = {n: x.detach() if isinstance(x, Tensor) else x for n, x in values.items()}
         versions = {n: (x, x._version) for n, x in kept.items() if n in rule.keep and isinstance(x, Tensor)}
@@ -223,63 +243,78 @@ class Tape(TorchFunctionMode):
             for n, (x, version) in versions.items():
                 if x._version != version:
                     raise ChangedInput(
-                        f"The {n} of {name} (parameter {_names(list(targets.values()))}) was changed in place after "
+                        f"The {n} of {name} (parameter {names_of(list(targets.values()))}) was changed in place after "
                         "the op had used it; plain PyTorch raises here too. Replace the in-place op by an ordinary one."
                     )
             for n, use in rule.uses(call, grad):
                 yield targets[n], use
 
-        self._records.append(_Record(get_gradient_edge(out), tuple(targets.values()), contributions))
+        self._records.append(Record(get_gradient_edge(out), tuple(targets.values()), contributions))
         return out
 
     def _tapped(self, out: Tensor) -> Tensor:
         if out._is_view():
-            out = _Unview.apply(out)
+            out = Unview.apply(out)
         if out.requires_grad:
             return out
         if out.device not in self._anchor:
             self._anchor[out.device] = torch.zeros((), device=out.device, requires_grad=True)
-        tapped: Tensor = _Tap.apply(out, self._anchor[out.device])
+        tapped: Tensor = Tap.apply(out, self._anchor[out.device])
         return tapped
 
     def _broadcast(self, func: Any, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
         """Give every example its own copy of the parameter along the first axis, and let autograd do the rest.
 
-        Right where the op broadcasts (elementwise ops, batched matmul), and where the parameter was already
-        expanded over the batch (stride 0), whatever the op.
+        Right where the op broadcasts (elementwise ops, batched matmul), and, for a parameter that already has one
+        row per example, in ops that work row by row.
         """
-        name, batched = op_name(func), func in _BROADCASTS or func in _MATMULS
+        aligned = func in _BROADCASTS or func in _MATMULS
+        joins = func in _JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0)
         others = [x for x in tensors((args, kwargs)) if self._trained(x) is None]
         dims = max(x.dim() for x in others + [t.value for t in trained])
-        rows = max((x.shape[0] for x in others if x.dim() == dims), default=0)
+        rows = max((x.shape[0] for x in others if x.dim() == dims and dims), default=0)
 
         def copies(x: Tensor) -> Tensor:
             target = self._trained(x)
             if target is None:
                 return x
             value = target.value
-            if batched and rows % self.size == 0 and rows:
+            if aligned and rows and rows % self.size == 0:
                 value = value.reshape((1,) * (dims - value.dim()) + tuple(value.shape))
                 if value.shape[0] == 1:
-                    return self._leaf(target, value.expand(rows, *value.shape[1:]))
-            if value.dim() and value.shape[0] == self.size and (value.stride(0) == 0 or self.size == 1):
-                return self._leaf(target, value)
-            raise _no_rule(name, [target], f"of shape {tuple(target.value.shape)} together with data")
+                    return self._leaf(target, value.expand(rows, *value.shape[1:]), None)
+            if (aligned or joins or func in _BATCHED) and value.dim() and value.shape[0] == self.size:
+                return self._rows(target, value)
+            raise no_rule(op_name(func), [target], f"of shape {tuple(target.value.shape)} together with data")
 
         return func(*map_tensors(args, copies), **map_tensors(kwargs, copies))
 
-    def _leaf(self, target: Trained, value: Tensor) -> Tensor:
+    def _rows(self, target: Trained, value: Tensor) -> Tensor:
+        """A derived parameter with one row per example: example i reaches it through row i alone."""
+        if isinstance(target, Derived) and target.shared_rows:  # all rows are one row
+            kept = self._keep(target.value[0], target.shadow[0], [target], "select")
+            return self._leaf(self._derived[id(kept)], value, None)
+        if isinstance(target, Derived) and target.origin is not None:
+            return self._leaf(target, value, target.origin)
+        if value.numel() * self.size > _SPREAD:
+            raise no_rule("a row-wise op", [target], "as one row per example; expand it over the batch")
+
+        def spread(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
+            diagonal = torch.zeros(self.size, *grad.shape, dtype=grad.dtype, device=grad.device)
+            diagonal.diagonal(dim1=0, dim2=1).copy_(grad.movedim(0, -1))
+            yield target, Dense(diagonal)
+
+        return self._leaf(target, value, spread)
+
+    def _leaf(self, target: Trained, value: Tensor, uses: Origin | None) -> Tensor:
         leaf = value.detach().requires_grad_()
-        if self.size > 1 and leaf.shape == target.value.shape:
-            # Expanded over the batch: all rows are one row, and example i reaches it through row i alone.
-            target = self._derived[id(self._keep(target.value[0], target.shadow[0], [target], "select"))]
         shape = target.value.shape
 
-        def contributions(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
+        def summed(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
             rows = grad.reshape(self.size, -1, *grad.shape[1:]).sum(1)
             yield target, Dense(rows.reshape(self.size, *shape))
 
-        self._records.append(_Record(leaf, (target,), contributions))
+        self._records.append(Record(leaf, (target,), uses or summed))
         return leaf
 
     # -- afterwards ---------------------------------------------------------------------------------
@@ -287,8 +322,17 @@ class Tape(TorchFunctionMode):
     def backward(self, losses: Tensor) -> Gradients:
         """One backward pass; then every parameter's per-example gradient, in its cheapest form."""
         check_losses(losses, self.size)
+        if self._trained(losses) is not None or not losses.requires_grad:
+            raise UnrecordedGradient(
+                "No loss depends on both the data and a trained parameter in a way that the tape can see: it went "
+                "through numpy, a scripted function or no_grad, or the loss does not use the batch."
+            )
         grads = self._gradients(losses)
         self._check_blind()
+        with exact_products(losses.device):
+            return self._reduced(losses, grads)
+
+    def _reduced(self, losses: Tensor, grads: list[Tensor | None]) -> Gradients:
         parameters = {name: p for name, p in self._parameters.values() if p.requires_grad}
         left = Counter(name for record in self._records for t in record.targets for name in t.names)
         uses: dict[str, list[Contribution]] = {}
@@ -300,7 +344,7 @@ class Tape(TorchFunctionMode):
             for name in names:
                 left[name] -= 1
                 if left[name] == 0 and name in uses:
-                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape)
+                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape, name, self._paths)
 
         for i in reversed(range(len(grads))):
             record, grad = self._records.pop(), grads[i]
@@ -334,14 +378,17 @@ class Tape(TorchFunctionMode):
 
     def _gradients(self, losses: Tensor) -> list[Tensor | None]:
         """Gradients at all recorded edges, and the proof that no parameter was reached by another way."""
-        if not losses.requires_grad:
-            return [None] * len(self._records)
         named = [(name, p) for name, p in self._parameters.values() if p.requires_grad]
         leaves = named + [(s.name, s.shadow) for s in self._sources.values()]
         before = {name: p.grad for name, p in named}
         edges = [record.edge for record in self._records]
         wanted: Any = [*edges, *(x for _, x in leaves)]
-        found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
+        try:
+            found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
+        except CheckpointError as error:
+            raise UnrecordedGradient(
+                "Activation checkpointing runs the forward pass again where the tape cannot see it. Turn it off."
+            ) from error
         missed = {name for (name, _), g in zip(leaves, found[len(edges) :], strict=True) if g is not None}
         missed |= {name for name, p in named if p.grad is not before[name]}
         if missed:
@@ -351,32 +398,3 @@ class Tape(TorchFunctionMode):
                 "would not be clipped. Use plain PyTorch ops there, or engine='vmap'."
             )
         return list(found[: len(edges)])
-
-
-def check_losses(losses: Any, size: int) -> None:
-    """One number per example, or refuse."""
-    if not isinstance(losses, Tensor) or losses.shape != (size,):
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise LossShape(
-            f"loss_fn must return one loss per example, shape ({size},), but gave {shape}. A mean or sum over the "
-            "batch hides the examples from clipping. Use reduction='none', and average over positions, not examples."
-        )
-
-
-def _names(trained: list[Trained]) -> str:
-    return ", ".join(sorted({name for t in trained for name in t.names}))
-
-
-def _no_rule(op: str, trained: list[Trained], how: str) -> UnsupportedOp:
-    name = _names(trained)
-    module = name.rpartition(".")[0] or "the model itself"
-    return UnsupportedOp(
-        f"Parameter {name} (module {module}) enters the op {op!r} {how}, for which there is no per-example rule. "
-        "Write it with supported ops, expand the parameter over the batch first, pass op_rules={…}, freeze it, or use "
-        "engine='vmap'."
-    )
-
-
-def _is_inplace(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import BudgetExhausted
 from ..plan import Plan
-from ..training import PrivateTraining, privatize
+from ..privatize import privatize
+from ..training import PrivateTraining
 
 TRAIN_SIZE = 1_500
 _SPLIT_SEED = 0  # of the public split into training and test images
@@ -73,7 +75,12 @@ def train_digits(
     train, (test_images, test_labels) = load_digits()
     model = digits_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)  # before anything is spent
     training = privatize(model, optimizer, plan, cross_entropy, ledger=ledger)
+    if training.ledger.charges >= plan.steps:
+        training.ledger.close()
+        raise BudgetExhausted(f"Ledger {ledger} is spent: nothing is left to train with. Give a new --ledger file.")
     for number, batch in enumerate(training.batches(train), start=1):
         training.step(batch)
         if progress is not None:

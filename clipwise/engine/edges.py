@@ -1,0 +1,56 @@
+"""Gradient edges: where the backward pass is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .contributions import Contribution
+from .derived import Derived, Source
+
+
+class Tap(torch.autograd.Function):
+    """Gives an output that needs no gradient a place in the graph; the same tensor, so in-place ops still work."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, anchor: Tensor) -> Tensor:
+        """The tensor itself."""
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        """The gradient is caught at the edge; nothing lies behind it."""
+        return None, None
+
+
+class Unview(torch.autograd.Function):
+    """The same memory, but no longer a view.
+
+    An in-place op on a view rewrites the history of its base, and an edge recorded before it would lie off
+    the path: its gradient would be missed in silence (linear with a bias on a 3-D input returns a view).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        """An alias."""
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The identity."""
+        return grads[0]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One use: the edge whose gradient is needed, and how it becomes contributions."""
+
+    edge: GradientEdge | Tensor
+    targets: tuple[Source | Derived, ...]
+    contributions: Callable[[Tensor], Iterator[tuple[Source | Derived, Contribution]]]

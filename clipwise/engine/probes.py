@@ -1,0 +1,64 @@
+"""Made-up records: the structure of one record, none of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOp
+
+
+def _values(shape: Sequence[int], kind: torch.dtype, number: int) -> Tensor:
+    """Made-up values without a generator: smooth for floats, 0 and 1 for integers (always a valid class or token)."""
+    total = int(np.prod(shape)) if len(shape) else 1
+    steps = torch.arange(total, dtype=torch.float64)
+    wave = torch.sin(steps * (1.3 + 0.7 * number) + 0.9 * number + 0.4)
+    if kind.is_floating_point or kind.is_complex:
+        return wave.to(kind).reshape(tuple(shape))
+    if kind == torch.uint8:
+        return ((wave + 1) * 127).to(kind).reshape(tuple(shape))
+    return (wave > 0).to(kind).reshape(tuple(shape))
+
+
+def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> Any:
+    """A record of the structure of `like`; keep=(length, shorter) cuts first axes of that length."""
+    if isinstance(like, Tensor):
+        shape = list(like.shape)
+        if keep is not None and shape and shape[0] == keep[0]:
+            shape[0] = keep[1]
+        return _values(shape, like.dtype, number).to(like.device)
+    if isinstance(like, np.ndarray):
+        return made_record(torch.as_tensor(like), number, keep).numpy()
+    if isinstance(like, bool):
+        return bool(number % 2)
+    if isinstance(like, (int, np.integer)):
+        return type(like)(number % 2)
+    if isinstance(like, (float, np.floating)):
+        return type(like)(0.5 * number + 0.1)
+    if isinstance(like, Mapping):
+        return {key: made_record(item, number, keep) for key, item in like.items()}
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        return type(like)(*(made_record(item, number, keep) for item in like))
+    if isinstance(like, (list, tuple)):
+        if keep is not None and len(like) == keep[0]:
+            like = like[: keep[1]]
+        return type(like)(made_record(item, number, keep) for item in like)
+    if like is None:
+        return None
+    raise UnsupportedOp(
+        f"The preflight cannot make up a {type(like).__name__}. Pass a few public records, "
+        "privatize(..., probe=[record, record, record]), or preflight=False to go without the check."
+    )
+
+
+def lengths(like: Any) -> set[int]:
+    """First axes that could be sequence lengths."""
+    if isinstance(like, (Tensor, np.ndarray)):
+        return {like.shape[0]} if like.ndim and like.shape[0] > 2 else set()
+    items = like.values() if isinstance(like, Mapping) else like if isinstance(like, (list, tuple)) else ()
+    own = {len(like)} if isinstance(like, list) and len(like) > 2 else set()
+    return own.union(*(lengths(item) for item in items))
