@@ -29,14 +29,14 @@ BLOCK = 2**16  # elements per key
 class NoiseSource:
     """Gaussian noise for released values. Secret state: one key, bound to this process.
 
-    Guarantee (mode="secure"): `add` returns value + N(0, (noise_multiplier·sensitivity)²) with noise that is
+    Guarantee (mode="secure"): `add_` returns value + N(0, (noise_multiplier·sensitivity)²) with noise that is
     independent for every (sequence, stream, name) and unpredictable without the key.
 
     Modes: "secure" certifies; "fast" draws with torch's own generator, whose float32 tails end at 5.8σ and
     whose seed has 32 bits: runs that use it are NOT CERTIFIED. A `seed` makes runs repeatable and NOT PRIVATE.
 
     >>> source = NoiseSource()
-    >>> noised = source.add({"w": torch.zeros(3)}, sensitivity=1.0, noise_multiplier=2.0, sequence=1, stream="grad")
+    >>> noised = source.add_({"w": torch.zeros(3)}, sensitivity=1.0, noise_multiplier=2.0, sequence=1, stream="grad")
     >>> noised["w"].shape, source.certified
     (torch.Size([3]), True)
     """
@@ -68,7 +68,7 @@ class NoiseSource:
         digest = hashlib.blake2b(address.encode(), key=self._key, digest_size=16).digest()
         return np.random.Generator(AESCounter(key=int.from_bytes(digest, "little")))
 
-    def add(
+    def add_(
         self,
         values: Mapping[str, Tensor],
         *,
@@ -79,7 +79,8 @@ class NoiseSource:
     ) -> dict[str, Tensor]:
         """Noise for one vector, given in parts: each value + N(0, (noise_multiplier·sensitivity)²).
 
-        `sensitivity` bounds all parts together. Added in float64, returned in float32 or wider.
+        `sensitivity` bounds all parts together. Added in float64, returned in float32 or wider; the memory of the
+        values is used again where it can be, so that no un-noised copy stays behind.
         """
         scale = positive(noise_multiplier=noise_multiplier) * positive(sensitivity=sensitivity)
         if self.mode == "fast":
@@ -87,23 +88,24 @@ class NoiseSource:
         outputs, blocks = {}, []
         for name, value in values.items():
             dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            outputs[name] = value.detach().to("cpu", dtype, copy=True).contiguous()
+            outputs[name] = value.detach().to("cpu", dtype).contiguous()
             flat = outputs[name].view(-1).numpy()
             blocks += [(f"{sequence}/{stream}/{name}/{i}", flat[i : i + BLOCK]) for i in range(0, len(flat), BLOCK)]
 
-        def fill(block: tuple[str, np.ndarray[Any, Any]]) -> None:
-            address, target = block
-            noise = self._generator(address).standard_normal(len(target))
-            noise *= scale
-            noise += target
-            target[:] = noise
+        def fill(share: list[tuple[str, np.ndarray[Any, Any]]]) -> None:
+            buffer = np.empty(max((len(target) for _, target in share), default=0))
+            for address, target in share:
+                noise = self._generator(address).standard_normal(out=buffer[: len(target)])
+                noise *= scale
+                np.add(noise, target, out=target, casting="same_kind")  # in float64, rounded once
 
-        if sum(len(target) for _, target in blocks) < 4 * BLOCK:
-            for block in blocks:
-                fill(block)
+        workers = torch.get_num_threads() if sum(len(target) for _, target in blocks) > 4 * BLOCK else 1
+        if workers == 1:
+            fill(blocks)
         else:  # numpy releases the interpreter lock, and every block has a key of its own: order does not matter
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(fill, blocks))
+            blocks.sort(key=lambda block: -len(block[1]))
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(fill, [blocks[i::workers] for i in range(workers)]))
         return {name: noised.to(values[name].device) for name, noised in outputs.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoiseSource:

@@ -315,7 +315,7 @@ class PrivateTraining:
         self._step = None
         for name, p in parameters.items():
             step.sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
-        noised = self._noise.add(
+        noised = self._noise.add_(
             step.sums,
             sequence=self._ledger.commit(),
             sensitivity=step.sensitivity,
