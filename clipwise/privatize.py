@@ -19,7 +19,7 @@ from .ledger import Ledger
 from .noise import Mode, NoiseSource
 from .plan import Plan
 from .sampling import PoissonSampler
-from .training import GUARDS, PrivateTraining, Settings
+from .training import GUARDS, RUNS, PrivateTraining, Settings
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel"})
 
@@ -88,7 +88,7 @@ def privatize(
     plan.rule.sensitivity(plan.threshold.clip_norm, len(plan.rule.groups(list(trainable(model)))))
     source, sampler = NoiseSource(noise, seed_or_none(seed=seed)), PoissonSampler(plan.sampling_prob, seed)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
-    opened = _opened(ledger, plan, asserted, optimizer)
+    opened = _opened(ledger, plan, asserted, (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None)))
     settings = Settings(microbatch, engine, preflight, probe, sampling, op_rules)
     return PrivateTraining(model, optimizer, plan, loss_fn, opened, source, sampler, settings)
 
@@ -109,17 +109,17 @@ def _assertions(sampling: str, noise: str, seed: int | None, preflight: bool | s
 
 
 def _opened(
-    ledger: str | Path | Ledger | None, plan: Plan, asserted: dict[str, str], optimizer: torch.optim.Optimizer
+    ledger: str | Path | Ledger | None, plan: Plan, asserted: dict[str, str], earlier: tuple[Ledger | None, ...]
 ) -> Ledger:
-    """Open the ledger last, so that a refusal leaves no lock behind."""
-    guard = GUARDS.get(optimizer)
-    before = guard.ledger if guard is not None else None
+    """Open the ledger last, so that a refusal leaves no lock behind. What was spent on this model is not forgotten."""
     path = ledger.path if isinstance(ledger, Ledger) else None if ledger is None else Path(ledger)
-    if before is not None and before.charges and ledger is not before and (path is None or path != before.path):
-        raise ParameterMismatch(
-            f"This optimizer belongs to a run that has already spent epsilon={shown_epsilon(before.spent)}; under a "
-            f"new ledger that would be forgotten. Pass ledger=training.ledger, or its path, to go on with {before!r}."
-        )
+    for before in earlier:
+        if before is not None and before.charges and ledger is not before and (path is None or path != before.path):
+            raise ParameterMismatch(
+                f"This model was already trained by a run that spent epsilon={shown_epsilon(before.spent)}; under a "
+                f"new ledger that would be forgotten. Pass ledger=training.ledger, or its path, to go on; "
+                "for a run of its own make a new model."
+            )
     if not isinstance(ledger, Ledger):
         return Ledger(plan, ledger, asserted)
     if ledger.plan.digest != plan.digest or ledger.head["assertions"] != asserted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class StepGuard:
 
 
 GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard] = weakref.WeakKeyDictionary()
+RUNS: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()  # what was spent on a model
 
 
 @dataclass
@@ -98,7 +100,10 @@ class PrivateTraining:
         self._groups = plan.rule.groups(self._names)
         self._guard = GUARDS.get(optimizer) or StepGuard(optimizer, ledger)
         self._guard.ledger = ledger
+        RUNS[model] = ledger
         self._issued: weakref.WeakSet[PoissonBatch] = weakref.WeakSet()
+        self._outstanding: PoissonBatch | None = None
+        self._modes: list[bool] | None = None  # training flags of the modules, as the preflight saw them
         self._step: _Step | None = None
         self._paths: Paths = {}
         self._checked = False
@@ -191,8 +196,12 @@ class PrivateTraining:
                 device,
                 self._engine(),
             )
+            self._modes = [module.training for module in self._model.modules()]
         left = self._plan.steps - self._ledger.charges
         if left <= 0:
+            warnings.warn(
+                "The plan has no steps left: batches() yields nothing. One loop runs the whole plan.", stacklevel=2
+            )
             return iter(())
         drawn = poisson_batches(
             dataset, self._sampler, left, collate_fn=collate_fn, device=device, num_workers=num_workers
@@ -204,13 +213,14 @@ class PrivateTraining:
 
     def _issue(self, drawn: Iterator[PoissonBatch]) -> Iterator[PoissonBatch]:
         for batch in drawn:
-            self._issued.add(batch)
-            yield batch
-            if batch in self._issued:
+            if self._outstanding is not None and self._outstanding in self._issued:
                 raise WrongBatch(
                     "The batch before this one was not stepped. Which batches are skipped can depend on the data (an "
                     "empty one, a large one), and the account assumes that all are used. Step every batch, or stop."
                 )
+            self._issued.add(batch)
+            self._outstanding = batch
+            yield batch
 
     def _accepted(self, batch: Any) -> PoissonBatch:
         if self._settings.sampling == "asserted" and not isinstance(batch, PoissonBatch):
@@ -254,6 +264,7 @@ class PrivateTraining:
         self._check_parameters()
         self._ledger.reserve()
         self._issued.discard(batch)
+        self._outstanding = None
         self._step = _Step(self.clip_norm, self.sensitivity, [])
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
@@ -338,6 +349,11 @@ class PrivateTraining:
             raise ParameterMismatch(
                 f"The trainable parameters changed since privatize(): {', '.join(changed)}. Freeze or unfreeze before "
                 "privatize()."
+            )
+        if self._modes is not None and self._modes != [module.training for module in self._model.modules()]:
+            raise ParameterMismatch(
+                "model.train() or model.eval() was called since batches() checked the model: what was checked is not "
+                "what would run. Set the mode before batches(), and set it back after an evaluation."
             )
         check_optimizer(self._optimizer, self._model)
         return parameters

@@ -337,3 +337,23 @@ def test_a_loss_that_keeps_its_own_model_is_checked_too():
     mixing = Module(mean_shift, a=nn.Linear(6, 4), b=nn.Linear(4, 3))
     with pytest.raises(errors.CrossExampleOp):
         passes(mixing, loss_fn=lambda m, batch: per_example(mixing, batch))
+
+
+def test_private_records_cannot_hide_in_frozen_parameters_or_attributes():
+    class Queue(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.l = nn.Linear(6, 3)
+            self.kept = nn.Parameter(torch.zeros(6), requires_grad=False) if kind == "parameter" else torch.zeros(6)
+
+        def forward(self, x):
+            if isinstance(self.kept, nn.Parameter):
+                with torch.no_grad():
+                    self.kept.copy_(x[0])
+            else:
+                self.kept = self.kept + x.detach().sum(0)
+            return self.l(x)
+
+    for kind in ("parameter", "attribute"):
+        with pytest.raises(errors.ClipwiseError):
+            passes(Queue(kind))

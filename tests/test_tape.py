@@ -510,3 +510,64 @@ def test_works_under_an_outer_no_grad():
     with torch.no_grad():
         a = clipped(model, floats(5)())
     torch.testing.assert_close(a.grads["weight"], clipped(model, floats(5)()).grads["weight"])
+
+
+REORDERED = {
+    "written back": lambda m, x, o: m.a(torch.zeros_like(x).index_put((o.argsort(),), x))[o],
+    "set item": lambda m, x, o: _set(m, x, o),
+    "negative axis": lambda m, x, o: m.a(x.index_select(-2, o)),
+    "ellipsis": lambda m, x, o: m.a(x[..., o, :]),
+    "new axis": lambda m, x, o: m.a(x[None, o][0]),
+    "scatter": lambda m, x, o: m.a(torch.zeros_like(x).scatter(0, o[:, None].expand_as(x), x)),
+    "sort": lambda m, x, o: m.a(x.sort(0).values),
+    "flip": lambda m, x, o: m.a(x.flip(0)),
+}
+
+
+def _set(m, x, o):
+    buffer = torch.zeros_like(x)
+    buffer[o] = x
+    return m.a(buffer)
+
+
+@pytest.mark.parametrize("case", REORDERED)
+def test_rows_reordered_by_data_are_refused(case):
+    model = Module(lambda m, x: REORDERED[case](m, x, x[:, 0].argsort()), a=nn.Linear(5, 3))
+    with pytest.raises(errors.UnsupportedOp, match="data itself selected"):
+        clipped(model, floats(5)())
+
+
+def test_masking_tokens_by_value_is_not_reordering():
+    def forward(m, x):
+        x = x.clone()
+        x[x > 1] = 0
+        x[:, 0] = 1
+        return m.a(x)[:, -1] + m.a(x.sort(1).values).sum(1)
+
+    check(Module(forward, a=nn.Linear(5, 3)), floats(4, 5)())
+
+
+def test_a_first_axis_that_happens_to_equal_the_batch_is_not_the_batch():
+    cases = [
+        (lambda m, b: (m.l(b[0]) * m.w).tanh().sum((0, 2)), (B, 1, 3)),
+        (lambda m, b: (m.l(b[0]).sum(1) * m.w).tanh().sum(0), (B, 1)),
+    ]
+    for loss_fn, shape in cases:
+        with pytest.raises(errors.UnsupportedOp):
+            clipped(Module(None, l=nn.Linear(5, 3), w=shape), floats(5)(), loss_fn=loss_fn)
+
+
+def test_padding_does_not_change_a_norm_under_one_path():
+    from clipwise.clipping import engine_gradients
+
+    model = nn.Linear(300, 300, bias=False)
+    x, y = torch.randn(3, 60, 300), torch.randn(3, 60, 300)
+    paths = {}
+    token_loss = lambda m, b: (m(b[0]) * b[1]).sum((1, 2))  # noqa: E731
+    norms = []
+    for longest in (60, 200):
+        pad = (0, 0, 0, longest - 60)
+        found = engine_gradients(model, token_loss, (F.pad(x, pad), F.pad(y, pad)), 3, paths=paths)
+        norms.append(found.norms([("weight",)]))
+    assert paths["weight"].form == "outer"
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)

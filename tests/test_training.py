@@ -48,7 +48,8 @@ def test_the_contract():
     assert number == training.plan.steps
     assert training.epsilon == training.plan.epsilon
     assert all(p.grad is None for p in training.model.parameters())
-    assert list(training.batches((X, Y))) == []
+    with pytest.warns(UserWarning, match="no steps left"):
+        assert list(training.batches((X, Y))) == []
 
 
 def released(training, batch):
@@ -301,7 +302,7 @@ def test_a_gradient_that_the_loss_writes_to_a_frozen_parameter_never_arrives():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     training = cw.privatize(model, optimizer, make_plan(), leaking, sampling="asserted", preflight=False)
     before = model[0].weight.clone()
-    with pytest.raises(errors.ParameterMismatch, match="already hold"):
+    with pytest.raises(errors.ClipwiseError):
         training.step((X, Y))
     assert torch.equal(before, model[0].weight)
 
@@ -316,7 +317,7 @@ def test_a_second_run_cannot_forget_the_first():
     first = make(sampling="asserted", preflight=False)
     first.step((X, Y))
     again = (first.model, first.optimizer, make_plan(), losses)
-    with pytest.raises(errors.ParameterMismatch, match="already spent"):
+    with pytest.raises(errors.ParameterMismatch, match="already trained"):
         cw.privatize(*again)
     second = cw.privatize(*again, ledger=first.ledger, sampling="asserted", preflight=False)
     assert second.ledger.charges == 1
@@ -356,6 +357,31 @@ def test_preflight_that_did_not_happen_is_on_record():
 def test_seeded_runs_never_claim_privacy():
     assert "NOT PRIVATE" in make(seed=1).statement()["guarantee"]
     assert "NOT CERTIFIED" in make(noise="fast").statement()["guarantee"]
+
+
+def test_batches_cannot_be_redrawn_until_one_pleases():
+    training = make()
+    next(iter(training.batches((X, Y))))
+    with pytest.raises(errors.WrongBatch, match="was not stepped"):
+        next(iter(training.batches((X, Y))))
+
+
+def test_the_mode_that_was_checked_is_the_mode_that_runs():
+    training = make()
+    drawn = iter(training.batches((X, Y)))
+    batch = next(drawn)
+    training.model.eval()
+    with pytest.raises(errors.ParameterMismatch, match=r"model\.train\(\) or model\.eval\(\)"):
+        training.step(batch)
+    training.model.train()
+    training.step(batch)
+
+
+def test_a_new_optimizer_does_not_forget_what_the_model_cost():
+    first = make(sampling="asserted", preflight=False)
+    first.step((X, Y))
+    with pytest.raises(errors.ParameterMismatch, match="already trained"):
+        cw.privatize(first.model, torch.optim.SGD(first.model.parameters(), lr=1), make_plan(), losses)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------

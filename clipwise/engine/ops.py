@@ -197,11 +197,15 @@ def _group_norm(call: Call, grad: Tensor) -> Uses:
 
 
 def _instance_norm(call: Call, grad: Tensor) -> Uses:
-    return _channels(call, grad, F.instance_norm(call.values["input"], eps=call.values.get("eps", 1e-5)))
+    v = call.values
+    if not v.get("use_input_stats", True):
+        return _batch_norm(call, grad)
+    return _channels(call, grad, F.instance_norm(v["input"], eps=v.get("eps", 1e-5)))
 
 
-def _check_instance_norm(call: Call) -> None:
-    if call.values.get("running_mean") is not None:
+def check_instance_norm(values: Mapping[str, Any]) -> None:
+    """Running statistics average the examples, trained or not."""
+    if values.get("running_mean") is not None and values.get("use_input_stats", True):
         raise CrossExampleOp(
             "instance_norm with track_running_stats averages the examples in a buffer that is never noised. "
             "Build it with track_running_stats=False."
@@ -305,7 +309,7 @@ def _rules() -> dict[Any, OpRule]:
             "weight input padding_idx scale_grad_by_freq sparse", "weight", "input", _raw_embedding, _check_embedding
         ),
         F.batch_norm: _rule(batch, "weight bias", "input", _batch_norm),
-        F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm, _check_instance_norm),
+        F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm),
     }
     rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), conv)
     rules |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), matmul)

@@ -81,14 +81,24 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         _restore(model, buffers)
 
 
+def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Everything a forward pass may write to: parameters, buffers, and tensors that are plain attributes."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: b.detach().clone() for name, b in model.named_buffers()}
+    return {name: b.detach().clone() for name, b in _kept(model)}
 
 
 def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, b in model.named_buffers():
-            if name in buffers and b.shape == buffers[name].shape:
+        for name, b in _kept(model):
+            if name in buffers and b.shape == buffers[name].shape and not torch.equal(b, buffers[name]):
                 b.copy_(buffers[name])
 
 
@@ -226,7 +236,7 @@ class _Rig:
             _restore(self.model, before)
         if changed := _differing(*after):
             raise CrossExampleOp(
-                f"Buffer(s) {', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the "
+                f"{', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the "
                 "data that are never noised, and would be published with the model. Turn that off (for example with "
                 "track_running_stats=False)."
             )

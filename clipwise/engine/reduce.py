@@ -135,11 +135,13 @@ class OuterGrad:
         left, right = self.uses.left, self.uses.right
         if left.shape[2] == 1:
             return (squares(left, 3) * squares(right, 3)).sum((1, 2))
-        gram, reach, lost = self.gram()
-        return _bounded(gram, reach, lost, self.error, left.shape[2] * left.shape[1], self.dtype)
+        return _bounded(*self.gram(), self.error, self.dtype)
 
-    def gram(self) -> tuple[Tensor, Tensor, Tensor]:
-        """G, which may have cancelled, ρ, and what underflow may have lost of G; float64, all [b]."""
+    def gram(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """G, which may have cancelled, ρ, what underflow may have lost of G, and t; float64, all [b].
+
+        t counts the positions that are not zero, so that padding does not change an example's norm.
+        """
         size, _, _, p = self.uses.left.shape
         d, tiny = self.uses.right.shape[3], torch.finfo(self.dtype).tiny
         gram_left, gram_right = (_gram(x.to(self.dtype).flatten(0, 1)) for x in (self.uses.left, self.uses.right))
@@ -149,7 +151,8 @@ class OuterGrad:
         )
         lost = tiny * (p * right.sum(1).square() + d * left.sum(1).square() + p * d * left.shape[1] ** 2 * tiny)
         total = (gram_left * gram_right).reshape(size, -1).sum(1, dtype=torch.float64)
-        return total, (left * right).sum(1), lost
+        used = (gram_left.diagonal(dim1=1, dim2=2) != 0) & (gram_right.diagonal(dim1=1, dim2=2) != 0)
+        return total, (left * right).sum(1), lost, used.reshape(size, -1).sum(1).double()
 
     @property
     def error(self) -> float:
@@ -212,18 +215,18 @@ class TiedGrad:
         left, right = self.outer.uses.left[:, 0].double(), self.outer.uses.right[:, 0].double()
         picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1))  # [b, s, t]
         cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2))
-        gram, reach, lost = self.outer.gram()
+        gram, reach, lost, used = self.outer.gram()
         total = rows.square().sum((1, 2)) + gram + 2 * cross
         reach = reach + squares(self.rows.uses.rows, 2).sqrt().sum(1)
-        positions = left.shape[1] + rows.shape[1]
-        return _bounded(total, reach, lost, self.outer.error, positions, sum_dtype(self.outer.uses.left.dtype))
+        used = used + (rows != 0).any(2).sum(1)
+        return _bounded(total, reach, lost, used, self.outer.error, sum_dtype(self.outer.uses.left.dtype))
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """The two sums, added."""
         return self.outer.weighted_sum(weights, keep) + self.rows.weighted_sum(weights, keep)
 
 
-def _bounded(gram: Tensor, reach: Tensor, lost: Tensor, error: float, positions: int, dtype: torch.dtype) -> Tensor:
+def _bounded(gram: Tensor, reach: Tensor, lost: Tensor, positions: Tensor, error: float, dtype: torch.dtype) -> Tensor:
     """(√(max(G, 0) + κuρ² + underflow) + (t + 4)·u·ρ)²: NaN stays NaN, so that the example is dropped."""
     estimate = (gram.clamp(min=0) + error * reach.square() + lost).sqrt()
     return (estimate + (positions + 4) * unit_roundoff(dtype) * reach).square()

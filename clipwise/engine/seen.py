@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..batch import tensors
 
 _SELECTING = frozenset({"masked_select", "take", "nonzero", "argwhere", "unique", "unique_consecutive"})
-_SELECTING_ALONG = frozenset({"index_select", "gather", "take_along_dim"})
+_SELECTING_ALONG = frozenset({"index_select", "gather", "sort", "argsort", "topk", "msort"})
+_MOVING = frozenset({"flip", "flipud", "roll", "take_along_dim"})
 _PUTTING_BACK = frozenset(
     {"index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"}
     | {"index_copy", "index_copy_", "masked_scatter", "masked_scatter_", "where", "__setitem__"}
@@ -23,6 +24,29 @@ def is_inplace(func: Any) -> bool:
     """Does the op write to its first argument?"""
     name = getattr(func, "__name__", "")
     return name in _INPLACE or name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _along_first(x: Tensor, dim: Any) -> bool:
+    """Does `dim`, one or several, possibly negative, name the first axis?"""
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return any(isinstance(d, int) and not isinstance(d, bool) and d % max(x.dim(), 1) == 0 for d in dims)
+
+
+def _row_index(x: Tensor, index: Any) -> Any:
+    """What `index` does to the first axis: skip new axes, and an ellipsis that stands for nothing."""
+    parts = list(index) if isinstance(index, (tuple, list)) and _is_mixed(index) else [index]
+    taken = sum(p is not None and p is not Ellipsis for p in parts)
+    for part in parts:
+        if part is Ellipsis and taken < x.dim():
+            return slice(None)
+        if part is not None and part is not Ellipsis:
+            return part
+    return slice(None)
+
+
+def _is_mixed(index: Any) -> bool:
+    """A tuple is an index per axis; a list of numbers is one index."""
+    return isinstance(index, tuple) or any(not isinstance(part, int) for part in index)
 
 
 class Seen:
@@ -53,19 +77,35 @@ class Seen:
         return known is not None and known() is x
 
     def loses_order(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-        """Is the op's result unordered?"""
+        """Is the op's result, or what it writes to, unordered?"""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None:
+            return any(self.is_unordered(x) for x in given)
+        if name in _PUTTING_BACK:
+            return self.is_unordered(first) or self._puts_rows(name, args, kwargs)
         if any(self.is_unordered(x) for x in given):
-            return not (name in _PUTTING_BACK and isinstance(args[0], Tensor) and not self.is_unordered(args[0]))
-        if not (args and isinstance(args[0], Tensor) and self.is_data(args[0])):
+            return True
+        if not self.is_data(first):
             return False
         if name in _SELECTING:
             return True
+        if name in _MOVING:
+            return _along_first(first, kwargs.get("dims", kwargs.get("dim", args[-1] if len(args) > 1 else None)))
         if name in _SELECTING_ALONG:
-            return kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None) == 0
-        if name == "__getitem__" and len(args) > 1:
-            first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-            return self._picks_rows(first)
-        return False
+            default = -1 if name in ("sort", "argsort", "topk") else None
+            return _along_first(first, kwargs.get("dim", args[1] if len(args) > 1 else default))
+        return name == "__getitem__" and len(args) > 1 and self._picks_rows(_row_index(first, args[1]))
+
+    def _puts_rows(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Are rows of data written to places that data chose?"""
+        target = args[0]
+        if name in ("__setitem__", "index_put", "index_put_"):
+            value = args[2] if len(args) > 2 else kwargs.get("values")
+            rows = isinstance(value, Tensor) and value.dim() > 0 and self.is_data(value)
+            return rows and self._picks_rows(_row_index(target, args[1]))
+        if name in ("where", "masked_scatter", "masked_scatter_"):
+            return name != "where"
+        return _along_first(target, kwargs.get("dim", args[1] if len(args) > 1 else None))
 
     def _picks_rows(self, index: Any) -> bool:
         if isinstance(index, (list, range)):

@@ -25,8 +25,9 @@ from ..errors import ChangedInput, ParameterMismatch, UnrecordedGradient, Unsupp
 from .contributions import Contribution, Dense
 from .derived import CASTS, Derived, Origin, Source, is_random, kind_of, names_of, no_rule, op_name, shares_rows
 from .edges import Record, Tap, Unview
+from .forbidden import check_op
 from .gradients import Gradients, check_losses
-from .ops import OP_RULES, Call, OpRule, bind, check_batch_norm
+from .ops import OP_RULES, Call, OpRule, bind
 from .reduce import Paths, Reduced, exact_products, reduce_uses
 from .seen import Seen, is_inplace
 
@@ -42,10 +43,6 @@ _BROADCASTS = frozenset(
 _MATMULS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
 _JOINS = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))  # along another axis than the first
 _BATCHED = frozenset((torch.bmm, torch.Tensor.bmm, torch.baddbmm, F.scaled_dot_product_attention))
-_BATCH_NORMS = {
-    F.batch_norm: "input running_mean running_var weight bias training momentum eps".split(),
-    torch.batch_norm: "input weight bias running_mean running_var training momentum eps".split(),
-}
 _LOOKS_ONLY = frozenset(
     {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 )  # at the second tensor's shape or dtype
@@ -111,7 +108,7 @@ class Tape(TorchFunctionMode):
         trained = [t for t in map(self._trained, given) if t is not None]
         name = op_name(func)
         if data:
-            self._check_op(func, name, args, kwargs)
+            check_op(func, name, args, kwargs)
         unordered = data and self._seen.loses_order(name, args, kwargs, given)
         if not trained or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
@@ -130,17 +127,6 @@ class Tape(TorchFunctionMode):
         if data:
             self._seen.after(func, args, out, unordered)
         return out
-
-    def _check_op(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
-        if func in _BATCH_NORMS:
-            check_batch_norm(dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs)
-        if func is torch.autograd.grad and kwargs.get("create_graph"):
-            raise UnsupportedOp(
-                "torch.autograd.grad(create_graph=True) in the loss needs second derivatives, which are not followed. "
-                "Use engine='vmap' with torch.func, or leave the gradient penalty out."
-            )
-        if func in (torch.autograd.backward, torch.Tensor.backward):
-            raise UnsupportedOp("backward() inside loss_fn would write gradients that are not clipped. Leave it out.")
 
     def _meet(self, func: Any, name: str, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
         """Parameter and data in one op."""
@@ -283,7 +269,9 @@ class Tape(TorchFunctionMode):
                 value = value.reshape((1,) * (dims - value.dim()) + tuple(value.shape))
                 if value.shape[0] == 1:
                     return self._leaf(target, value.expand(rows, *value.shape[1:]), None)
-            if (aligned or joins or func in _BATCHED) and value.dim() and value.shape[0] == self.size:
+            beside = any(x.dim() == dims and x.shape[0] == self.size for x in others)  # the same axis, in data
+            row_by_row = (aligned or joins or func in _BATCHED) and beside and value.dim() == dims
+            if row_by_row and value.shape[0] == self.size:
                 return self._rows(target, value)
             raise no_rule(op_name(func), [target], f"of shape {tuple(target.value.shape)} together with data")
 
@@ -297,7 +285,11 @@ class Tape(TorchFunctionMode):
         if isinstance(target, Derived) and target.origin is not None:
             return self._leaf(target, value, target.origin)
         if value.numel() * self.size > _SPREAD:
-            raise no_rule("a row-wise op", [target], "as one row per example; expand it over the batch")
+            raise no_rule(
+                "a row-wise op",
+                [target],
+                "with one row per example (a state of zeros, say); make the batch smaller with microbatch=,",
+            )
 
         def spread(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
             diagonal = torch.zeros(self.size, *grad.shape, dtype=grad.dtype, device=grad.device)
