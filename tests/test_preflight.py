@@ -272,7 +272,7 @@ def test_one_record_cannot_show_anything():
         cw.preflight(nn.Linear(6, 3), per_example, [(torch.randn(6), 0)])
 
 
-# -- what a hostile reader found ---------------------------------------------------------------------
+# -- more ways to go wrong ----------------------------------------------------------------------------
 
 
 def test_a_weak_mix_is_found():

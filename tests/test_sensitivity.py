@@ -198,7 +198,7 @@ def test_brute_force_norms_of_cancelling_records_are_bounded():
     assert all(float(n) >= t * (1 - 1e-9) for n, t in zip(out.norms, truth, strict=True))
 
 
-# -- what a hostile reader found ---------------------------------------------------------------------
+# -- more ways to go wrong ----------------------------------------------------------------------------
 
 
 def tokens(model, batch):

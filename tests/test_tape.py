@@ -337,7 +337,7 @@ def test_vmap_engine_takes_double_precision():
     assert_matches(nn.Linear(5, 3).double(), losses, (double_(floats(5)()),), cw.AutoV(), engine="vmap")
 
 
-# -- what a hostile reader found ---------------------------------------------------------------------
+# -- more ways to go wrong ----------------------------------------------------------------------------
 
 
 def zeros_like_batch(m, x):
