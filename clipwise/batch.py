@@ -68,19 +68,18 @@ def batch_size(data: Any) -> int:
     sizes = {x.shape[0] if x.dim() else -1 for x in tensors(data)}
     if len(sizes) != 1 or -1 in sizes:
         raise BatchShape(
-            f"A batch must hold tensors that all have the examples as their first axis; first axes found: "
-            f"{sorted(sizes)}. Change the collate function so that every tensor has one row per example."
+            "A batch must hold tensors that all have the examples as their first axis, but their first axes differ or "
+            "are missing. Change the collate function so that every tensor has one row per example."
         )
     return sizes.pop()
 
 
 def check_size(data: Any, size: int) -> None:
     """Refuse a collate function that merged or dropped examples."""
-    found = batch_size(data)
-    if found != size:
+    if batch_size(data) != size:  # neither number is shown: the size of a Poisson batch is secret
         raise BatchShape(
-            f"The collate function made {found} rows of {size} examples. Packing, merging or dropping examples mixes "
-            "their gradients; collate one row per example."
+            "The collate function made another number of rows than there were examples. Packing, merging or "
+            "dropping examples mixes their gradients; collate one row per example."
         )
 
 

@@ -212,12 +212,20 @@ class PrivateTraining:
         return {"engine": self._settings.engine, "op_rules": self._settings.op_rules, "paths": self._paths}
 
     def _issue(self, drawn: Iterator[PoissonBatch]) -> Iterator[PoissonBatch]:
-        for batch in drawn:
+        while True:
             if self._outstanding is not None and self._outstanding in self._issued:
                 raise WrongBatch(
                     "The batch before this one was not stepped. Which batches are skipped can depend on the data (an "
                     "empty one, a large one), and the account assumes that all are used. Step every batch, or stop."
                 )
+            try:
+                batch = next(drawn, None)
+            except BaseException:  # in the data set or the collate function
+                self._ledger.reserve()
+                self._charge_failure()
+                raise
+            if batch is None:
+                return
             self._issued.add(batch)
             self._outstanding = batch
             yield batch
@@ -280,9 +288,12 @@ class PrivateTraining:
             yield
         except BaseException:
             self._step = None
-            self._ledger.commit()
-            self._ledger.note("a step failed on private data and was charged; that it failed is outside the guarantee")
+            self._charge_failure()
             raise
+
+    def _charge_failure(self) -> None:
+        self._ledger.commit()
+        self._ledger.note("a step failed on private data and was charged; that it failed is outside the guarantee")
 
     @contextmanager
     def record(self, part: Microbatch) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import signal
 import threading
 
 import pytest
+from forked import refused_in_a_fork
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,13 +134,7 @@ def test_two_processes_cannot_share_a_ledger(tmp_path):
 
 def test_a_fork_cannot_charge(tmp_path):
     ledger = cw.Ledger(PLAN, tmp_path / "run.ledger")
-    if not (child := os.fork()):
-        try:
-            ledger.reserve()
-        except errors.LedgerError:
-            os._exit(7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert refused_in_a_fork(ledger.reserve)
 
 
 def test_copies_share_the_ledger_and_pickles_are_refused(tmp_path):
@@ -274,11 +269,5 @@ def test_an_interrupted_write_ends_the_run_and_counts(tmp_path, monkeypatch):
 def test_a_fork_between_reserve_and_commit_cannot_release_twice():
     ledger = cw.Ledger(PLAN)
     ledger.reserve()
-    if not (child := os.fork()):
-        try:
-            ledger.commit()
-        except errors.LedgerError:
-            os._exit(7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert refused_in_a_fork(ledger.commit)
     assert ledger.commit() == 1

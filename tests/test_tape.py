@@ -393,30 +393,6 @@ def test_a_transpose_that_is_none():
     check(Module(lambda m, x: x @ m.w.transpose(0, 0), w=(5, 5)), floats(4, 5)())
 
 
-def test_picking_the_last_token_by_arange_is_ordered():
-    def forward(m, x):
-        return m.a(m.a(x)[torch.arange(len(x)), (x[:, :, 0] > 0).sum(1).clamp(max=3)])
-
-    check(Module(forward, a=nn.Linear(5, 5)), floats(4, 5)())
-
-
-def selected(m, x):
-    return m.a(x[x[:, :, 0] > -10]).reshape(len(x), -1)
-
-
-def routed(m, x):
-    chosen = (x[:, 0, 0] > -10).nonzero()[:, 0]
-    out = torch.zeros_like(x)
-    out[chosen] = m.a(x[chosen])
-    return out
-
-
-@pytest.mark.parametrize("forward", [selected, routed])
-def test_rows_selected_by_data_are_refused(forward):
-    with pytest.raises(errors.UnsupportedOp, match="data itself selected"):
-        clipped(Module(forward, a=nn.Linear(5, 5)), floats(4, 5)())
-
-
 def test_a_parameter_expanded_over_another_axis_is_not_attributed_by_position():
     model = Module(lambda m, x: torch.einsum("bt,t->b", x, m.w.expand(B))[:, None], w=(1,))
     with pytest.raises(errors.UnsupportedOp, match="einsum"):
@@ -512,41 +488,6 @@ def test_works_under_an_outer_no_grad():
     torch.testing.assert_close(a.grads["weight"], clipped(model, floats(5)()).grads["weight"])
 
 
-REORDERED = {
-    "written back": lambda m, x, o: m.a(torch.zeros_like(x).index_put((o.argsort(),), x))[o],
-    "set item": lambda m, x, o: _set(m, x, o),
-    "negative axis": lambda m, x, o: m.a(x.index_select(-2, o)),
-    "ellipsis": lambda m, x, o: m.a(x[..., o, :]),
-    "new axis": lambda m, x, o: m.a(x[None, o][0]),
-    "scatter": lambda m, x, o: m.a(torch.zeros_like(x).scatter(0, o[:, None].expand_as(x), x)),
-    "sort": lambda m, x, o: m.a(x.sort(0).values),
-    "flip": lambda m, x, o: m.a(x.flip(0)),
-}
-
-
-def _set(m, x, o):
-    buffer = torch.zeros_like(x)
-    buffer[o] = x
-    return m.a(buffer)
-
-
-@pytest.mark.parametrize("case", REORDERED)
-def test_rows_reordered_by_data_are_refused(case):
-    model = Module(lambda m, x: REORDERED[case](m, x, x[:, 0].argsort()), a=nn.Linear(5, 3))
-    with pytest.raises(errors.UnsupportedOp, match="data itself selected"):
-        clipped(model, floats(5)())
-
-
-def test_masking_tokens_by_value_is_not_reordering():
-    def forward(m, x):
-        x = x.clone()
-        x[x > 1] = 0
-        x[:, 0] = 1
-        return m.a(x)[:, -1] + m.a(x.sort(1).values).sum(1)
-
-    check(Module(forward, a=nn.Linear(5, 3)), floats(4, 5)())
-
-
 def test_a_first_axis_that_happens_to_equal_the_batch_is_not_the_batch():
     cases = [
         (lambda m, b: (m.l(b[0]) * m.w).tanh().sum((0, 2)), (B, 1, 3)),
@@ -570,4 +511,20 @@ def test_padding_does_not_change_a_norm_under_one_path():
         found = engine_gradients(model, token_loss, (F.pad(x, pad), F.pad(y, pad)), 3, paths=paths)
         norms.append(found.norms([("weight",)]))
     assert paths["weight"].form == "outer"
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+
+
+def test_one_position_and_padded_positions_give_one_norm():
+    """Whether a record of one position stands alone or beside a longer one must not change its norm."""
+    from clipwise.clipping import engine_gradients
+
+    model, paths = nn.Linear(600, 600, bias=False), {}
+    token_loss = lambda m, b: (m(b[0]) * b[1]).sum((1, 2))  # noqa: E731
+    x, y = torch.randn(3, 40, 600), torch.randn(3, 40, 600)
+    engine_gradients(model, token_loss, (x, y), 3, paths=paths)  # a run fixes its paths on longer records
+    norms = []
+    for longest in (1, 40):
+        pad = (0, 0, 0, longest - 1)
+        found = engine_gradients(model, token_loss, (F.pad(x[:, :1], pad), F.pad(y[:, :1], pad)), 3, paths=paths)
+        norms.append(found.norms([("weight",)]))
     torch.testing.assert_close(*norms, rtol=1e-6, atol=0)

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import refused_in_a_fork
 from torch import nn
 
 import clipwise as cw
@@ -384,48 +384,6 @@ def test_a_new_optimizer_does_not_forget_what_the_model_cost():
         cw.privatize(first.model, torch.optim.SGD(first.model.parameters(), lr=1), make_plan(), losses)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------
-
-
-def test_checkpoints_resume_and_epsilon_never_falls(tmp_path):
-    ledger, saved = tmp_path / "run.ledger", tmp_path / "run.pt"
-    adam = {"make_optimizer": lambda p: torch.optim.Adam(p, lr=0.1)}
-    first = make(ledger=ledger, sampling="asserted", **adam)
-    first.step((X, Y))
-    cw.save_checkpoint(first, saved)
-    kept = weights(first)
-    first.step((X, Y))
-    first.step((X, Y))
-    spent = first.epsilon
-    first.ledger.close()
-    second = make(ledger=ledger, sampling="asserted", **adam)
-    cw.load_checkpoint(second, saved)
-    assert torch.equal(weights(second), kept)
-    assert second.epsilon == spent
-    second.step((X, Y))
-    assert not torch.equal(weights(second), weights(first))
-    assert second.ledger.charges == 4
-
-
-def test_checkpoints_refuse_an_older_ledger_another_plan_and_memory(tmp_path):
-    ledger, saved = tmp_path / "run.ledger", tmp_path / "run.pt"
-    first = make(ledger=ledger, sampling="asserted")
-    first.step((X, Y))
-    older = ledger.read_bytes()
-    first.step((X, Y))
-    cw.save_checkpoint(first, saved)
-    first.ledger.close()
-    ledger.write_bytes(older)
-    with pytest.raises(errors.LedgerError, match="older than checkpoint"):
-        cw.load_checkpoint(make(ledger=ledger, sampling="asserted"), saved)
-    with pytest.raises(errors.PlanMismatch):
-        cw.load_checkpoint(make(make_plan(steps=7), sampling="asserted"), saved)
-    memory = make(sampling="asserted")
-    cw.save_checkpoint(memory, tmp_path / "memory.pt")
-    with pytest.raises(errors.LedgerError, match="lived in memory"):
-        cw.load_checkpoint(make(sampling="asserted"), tmp_path / "memory.pt")
-
-
 def test_wrong_order_is_refused():
     training = make(sampling="asserted")
     with pytest.raises(errors.WrongOrder, match=r"release\(\) without"):
@@ -527,13 +485,7 @@ def test_pickle_and_torch_save_are_refused(tmp_path):
 
 def test_a_fork_with_the_ledger_of_its_parent_cannot_step():
     training = make(sampling="asserted", preflight=False)
-    if not (child := os.fork()):
-        try:
-            training.ledger.reserve()
-        except errors.LedgerError:
-            os._exit(7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert refused_in_a_fork(training.ledger.reserve)
 
 
 # -- what may be seen --------------------------------------------------------------------------------
@@ -549,6 +501,21 @@ def test_a_bad_record_shows_nowhere(capfd, recwarn):
     assert training.epsilon == training.plan.epsilon
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
+
+
+def test_a_failure_while_drawing_is_charged():
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            raise OSError("unreadable")
+
+    training = make(make_plan(sampling_prob=1.0), preflight=False)
+    with pytest.raises(OSError, match="unreadable"):
+        next(iter(training.batches(Broken())))
+    assert training.ledger.charges == 1
+    assert "failed on private data" in training.statement()["notes"][0]
 
 
 def test_dict_batches_and_a_custom_dataset():

@@ -34,8 +34,8 @@ class Call:
         """View [b·k, …, *features] as [b, t, *features]."""
         if x.dim() <= features or x.shape[0] % self.size:
             raise UnsupportedOp(
-                f"{self.op}: an input of shape {tuple(x.shape)} does not have the {self.size} examples as its first "
-                "axis, so per-example gradients cannot be told apart. Keep the batch axis first."
+                f"{self.op}: an input of {x.dim()} axes does not have the examples as its first axis, so "
+                "per-example gradients cannot be told apart. Keep the batch axis first."
             )
         shape = x.shape[x.dim() - features :]
         return x.reshape(self.size, -1, *shape)
@@ -126,7 +126,7 @@ def _check_matmul(call: Call) -> None:
     if "input" in call.trained and left.dim() <= 2 and right.dim() >= 3:
         return
     raise UnsupportedOp(
-        f"matmul of {tuple(left.shape)} and {tuple(right.shape)}: a trained factor must be a vector or a matrix, and "
+        f"matmul of {left.dim()} and {right.dim()} axes: a trained factor must be a vector or a matrix, and "
         "the other one must have the examples as its first axis. Use nn.Linear, or expand the parameter over the batch."
     )
 
@@ -154,9 +154,7 @@ def _check_embedding(call: Call) -> None:
         raise CrossExampleOp("embedding: scale_grad_by_freq divides by counts over the whole batch. Leave it out.")
     index = call.values["input"]
     if index.dim() == 0 or index.shape[0] % call.size:
-        raise UnsupportedOp(
-            f"embedding: indices of shape {tuple(index.shape)} do not have the {call.size} examples as first axis."
-        )
+        raise UnsupportedOp(f"embedding: indices of {index.dim()} axes do not have the examples as their first axis.")
 
 
 def _trailing(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
@@ -279,7 +277,7 @@ def _conv(call: Call, grad: Tensor) -> Uses:
 def _check_conv(call: Call) -> None:
     weight, x = call.values["weight"], call.values["input"]
     if x.dim() != weight.dim():
-        raise UnsupportedOp(f"{call.op}: an input of shape {tuple(x.shape)} has no batch axis. Add one: x[None].")
+        raise UnsupportedOp(f"{call.op}: an input of {x.dim()} axes has no batch axis. Add one: x[None].")
 
 
 def _rule(arguments: str, parameters: str, keep: str, uses: Any, check: Any = None) -> OpRule:

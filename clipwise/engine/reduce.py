@@ -44,6 +44,7 @@ class Path:
 
     form: Literal["dense", "outer"]
     wide: bool  # outer: products and sums in float64
+    single: bool = False  # outer: one position, so that n = ‖l‖‖r‖
 
 
 Paths = dict[str, Path]
@@ -124,6 +125,7 @@ class OuterGrad:
     uses: Outer
     shape: tuple[int, ...]
     wide: bool = False  # in float64
+    single: bool = False  # ‖l‖‖r‖ while there is one position
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,7 +135,7 @@ class OuterGrad:
     def squared_norms(self) -> Tensor:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
         left, right = self.uses.left, self.uses.right
-        if left.shape[2] == 1:
+        if self.single and left.shape[2] == 1:
             return (squares(left, 3) * squares(right, 3)).sum((1, 2))
         return _bounded(*self.gram(), self.error, self.dtype)
 
@@ -242,7 +244,7 @@ def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
     if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and 40 * p * d < 2 * t * t * (p + d))):
         return Path("dense", wide)
-    return Path("outer", wide and t > 1)
+    return Path("outer", wide and t > 1, t == 1)
 
 
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
@@ -265,7 +267,7 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, products[0].left.device)
         if paths[name].form == "outer" and (groups == 1 or not rows):
             merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in products])
-            grad = OuterGrad(merged, shape, paths[name].wide)
+            grad = OuterGrad(merged, shape, paths[name].wide, paths[name].single)
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     total = materialise(uses[0], shape)
     for use in uses[1:]:

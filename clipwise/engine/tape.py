@@ -217,8 +217,8 @@ class Tape(TorchFunctionMode):
         out = func(*self._with(args, "value"), **self._with(kwargs, "value"))
         if out.dim() == 0 or out.shape[0] % self.size:
             raise UnsupportedOp(
-                f"{name} with parameter {names_of(list(targets.values()))} gives an output of shape "
-                f"{tuple(out.shape)}, whose first axis does not run over the examples. Keep the batch axis first."
+                f"{name} with parameter {names_of(list(targets.values()))} gives an output of "
+                f"{out.dim()} axes, whose first axis does not run over the examples. Keep the batch axis first."
             )
         out = self._tapped(out)
         kept = {n: x.detach() if isinstance(x, Tensor) else x for n, x in values.items()}
