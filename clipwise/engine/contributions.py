@@ -44,10 +44,12 @@ class Unfolded:
     input: Tensor  # [b·k, …]
     unfold: Callable[[Tensor], Tensor]  # rows of `input` → [rows / k, g, t, d]
     width: int  # d
+    arrange: Callable[[Tensor], Tensor] | None = None  # a view of […, d] in the weight's own order, if it has another
 
     def outer(self) -> Outer:
         """With all patches in memory."""
-        return Outer(self.left, self.unfold(self.input))
+        right = self.unfold(self.input)
+        return Outer(self.left, right if self.arrange is None else self.arrange(right).flatten(3))
 
     def parts(self) -> Iterator[Outer]:
         """The same, a few examples at a time."""
@@ -70,8 +72,11 @@ Contribution = Dense | Outer | Unfolded | Rows
 _PART = 2**20  # entries of the patches that are made at a time: they stay in the cache
 
 
-def materialise(use: Contribution, shape: Sequence[int]) -> Tensor:
-    """The per-example gradient [b, *shape] of one use, in float32 or wider."""
+def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor], None] | None = None) -> Tensor:
+    """The per-example gradient [b, *shape] of one use, in float32 or wider.
+
+    `look` sees the gradient too, a few examples at a time, while the cache holds them.
+    """
     if isinstance(use, Dense):
         return _wide(use.grad).reshape(len(use.grad), *shape)
     if isinstance(use, Unfolded):
@@ -81,8 +86,10 @@ def materialise(use: Contribution, shape: Sequence[int]) -> Tensor:
         for part in use.parts():
             target = grad[done : done + len(part.left)].flatten(0, 1)
             torch.bmm(_wide(part.left).mT.flatten(0, 1), _wide(part.right).flatten(0, 1), out=target)
+            if look is not None:
+                look(grad[done : done + len(part.left)])
             done += len(part.left)
-        return grad.reshape(-1, *shape)
+        return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2)
     if isinstance(use, Outer):
         grad = torch.matmul(_wide(use.left).mT, _wide(use.right))
         return grad.reshape(-1, *shape)

@@ -239,17 +239,20 @@ def _pad_same(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
     return pads
 
 
-def patches(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
-    """The input patches [b·k, c, *out, *kernel] that each output position of a convolution sees."""
-    dims = len(kernel)
-    stride = _pairs(call.values.get("stride", 1), dims)
-    dilation = _pairs(call.values.get("dilation", 1), dims)
-    padding = call.values.get("padding", 0)
+def _padded(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
+    dims, padding = len(kernel), call.values.get("padding", 0)
     if padding == "same":
-        x = F.pad(x, _pad_same(kernel, dilation))
-    elif padding != "valid" and any(_pairs(padding, dims)):
-        x = F.pad(x, [n for n in reversed(_pairs(padding, dims)) for _ in (0, 1)])
-    for axis, (k, step, hop) in enumerate(zip(kernel, dilation, stride, strict=True), start=2):
+        return F.pad(x, _pad_same(kernel, _pairs(call.values.get("dilation", 1), dims)))
+    if padding == "valid" or not any(_pairs(padding, dims)):
+        return x
+    return F.pad(x, [n for n in reversed(_pairs(padding, dims)) for _ in (0, 1)])
+
+
+def _patches(x: Tensor, first: int, kernel: tuple[int, ...], call: Call) -> Tensor:
+    """The patches that each output position sees: the axes from `first` on become those of the output."""
+    dims = len(kernel)
+    stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
+    for axis, (k, step, hop) in enumerate(zip(kernel, dilation, stride, strict=True), start=first):
         x = x.unfold(axis, step * (k - 1) + 1, hop)[..., ::step]
     return x
 
@@ -261,17 +264,29 @@ def _conv(call: Call, grad: Tensor) -> Uses:
     if "weight" in call.trained:
         weight, groups = call.values["weight"], call.values.get("groups", 1)
         kernel, copies = tuple(weight.shape[2:]), grad.shape[0] // call.size
+        dims, width = len(kernel), weight[0].numel()
 
         def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
             return x if copies == 1 else x.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
 
         def unfold(x: Tensor) -> Tensor:
-            seen = patches(x, kernel, call)  # [b·k, c, *out, *kernel]
-            seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + len(kernel))  # [b·k, g, *out, c/g, *kernel]
-            return examples(seen.reshape(len(x), groups, -1, weight[0].numel()))
+            seen = _patches(x, 2, kernel, call)  # [b·k, c, *out, *kernel]
+            seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + dims)  # [b·k, g, *out, c/g, *kernel]
+            return examples(seen.reshape(len(x), groups, -1, width))
+
+        def unfold_last(x: Tensor) -> Tensor:  # [b·k, *in, c]: longer runs of memory, so copied faster
+            seen = _patches(x, 1, kernel, call).movedim(1 + dims, -1)  # [b·k, *out, *kernel, c]
+            return examples(seen.reshape(len(x), 1, -1, width))
+
+        def arrange(x: Tensor) -> Tensor:  # [..., kernel·c] -> [..., c, *kernel]
+            return x.reshape(*x.shape[:-1], *kernel, -1).movedim(-1, -1 - dims)
 
         left = examples(grad.unflatten(1, (groups, -1)).flatten(3).mT)  # [b, g, t, p/g]
-        yield "weight", Unfolded(left, call.values["input"], unfold, weight[0].numel())
+        padded = _padded(call.values["input"], kernel, call)
+        if groups == 1:
+            yield "weight", Unfolded(left, padded.movedim(1, -1).contiguous(), unfold_last, width, arrange)
+        else:
+            yield "weight", Unfolded(left, padded, unfold, width)
 
 
 def _check_conv(call: Call) -> None:

@@ -107,15 +107,24 @@ class DenseGrad:
     """Materialised: the norm is that of the very numbers that are summed."""
 
     grad: Tensor  # [b, *shape]
+    squared: Tensor | None = None  # squared norms, where they are known already
+
+    def _in_memory_order(self) -> tuple[Tensor, list[int]]:
+        """The gradient with its axes as they lie in memory, and their order: flattening it copies nothing."""
+        strides = self.grad.stride()
+        order = sorted(range(1, self.grad.dim()), key=lambda axis: -strides[axis])
+        return self.grad.permute(0, *order), order
 
     def squared_norms(self) -> Tensor:
         """Sums of squares."""
-        return squares(self.grad)
+        return squares(self._in_memory_order()[0]) if self.squared is None else self.squared
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """One matrix-vector product."""
-        flat = _select(self.grad.reshape(len(self.grad), -1), keep, own=True)
-        return (torch.where(keep, weights, 0.0).to(flat.dtype) @ flat).reshape(self.grad.shape[1:])
+        grad, order = self._in_memory_order()
+        flat = _select(grad.reshape(len(grad), -1), keep, own=True)
+        total = (torch.where(keep, weights, 0.0).to(flat.dtype) @ flat).reshape(grad.shape[1:])
+        return total.permute([order.index(axis) for axis in range(1, grad.dim())])
 
 
 @dataclass(frozen=True)
@@ -237,12 +246,13 @@ def _bounded(gram: Tensor, reach: Tensor, lost: Tensor, positions: Tensor, error
 def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
     """From shapes alone, and once per parameter.
 
-    Per example the Gram form takes 2t²(p + d) operations, a materialised gradient p·d entries to write and to read
-    twice; both need the 2tpd of the weight gradient. An entry's traffic costs as much as about 40 operations on
-    the machines tried. A gradient much larger than the activations is materialised only where t is very large.
+    Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
+    gradient has p·d entries to write and to read twice (about 10 operations each, on the machines tried), and many
+    small products run at two thirds the speed of a large one (t more per entry). A gradient much larger than the
+    activations is materialised only where t is very large.
     """
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
-    if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and 40 * p * d < 2 * t * t * (p + d))):
+    if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < 2 * t * t * (p + d))):
         return Path("dense", wide)
     return Path("outer", wide and t > 1, t == 1)
 
@@ -269,6 +279,10 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in products])
             grad = OuterGrad(merged, shape, paths[name].wide, paths[name].single)
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
+    if len(uses) == 1 and isinstance(uses[0], Unfolded):
+        seen: list[Tensor] = []
+        total = materialise(uses[0], shape, lambda part: seen.append(squares(part)))
+        return DenseGrad(total, torch.cat(seen))
     total = materialise(uses[0], shape)
     for use in uses[1:]:
         total = total + materialise(use, shape)
