@@ -25,7 +25,13 @@ from .rules import Reparam as Reparam
 from .rules import Rule as Rule
 from .rules import check_rule as check_rule
 from .sampling import PoissonBatch as PoissonBatch
+from .threshold_check import check_threshold as check_threshold
+from .thresholds import DecayThreshold as DecayThreshold
 from .thresholds import FixedThreshold as FixedThreshold
+from .thresholds import MinErrorThreshold as MinErrorThreshold
+from .thresholds import PercentileThreshold as PercentileThreshold
+from .thresholds import QuantileThreshold as QuantileThreshold
+from .thresholds import Threshold as Threshold
 from .training import PrivateTraining as PrivateTraining
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer and plan. The ledger stays its own file and always wins.
+"""Checkpoints: weights, optimizer, threshold and plan. The ledger stays its own file and always wins.
 
 A checkpoint holds no key, no coins and no batch: a resumed run draws everything anew.
 """
@@ -6,11 +6,13 @@ A checkpoint holds no key, no coins and no batch: a resumed run draws everything
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from .errors import LedgerError, PlanMismatch
+from .thresholds import State
 from .training import PrivateTraining
 
 
@@ -23,6 +25,7 @@ def save_checkpoint(training: PrivateTraining, path: str | Path) -> None:
     content = {
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
+        "threshold": asdict(training.threshold_state),
         "plan": training.plan.digest,
         "ledger": training.ledger.position if training.ledger.persistent else None,
     }
@@ -35,7 +38,7 @@ def save_checkpoint(training: PrivateTraining, path: str | Path) -> None:
 
 
 def load_checkpoint(training: PrivateTraining, path: str | Path) -> None:
-    """Restore weights and optimizer into a run made with the same plan and ledger.
+    """Restore weights, optimizer and threshold into a run made with the same plan and ledger.
 
     Guarantee: ε never falls. The ledger must have passed through the state that the checkpoint remembers; steps
     charged since then stay charged.
@@ -55,3 +58,4 @@ def load_checkpoint(training: PrivateTraining, path: str | Path) -> None:
         )
     training.model.load_state_dict(content["model"])
     training.optimizer.load_state_dict(content["optimizer"])
+    training.threshold_state = State(**content["threshold"])

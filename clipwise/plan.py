@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ._check import count, one_of, open_unit, positive, probability
 from ._show import shown_delta, shown_epsilon
-from .accounting import calibrate
 from .accounting.accountants import CERTIFYING, epsilon_of
-from .accounting.events import ADJACENCIES, StepEvent
+from .accounting.calibrate import solve
+from .accounting.events import ADJACENCIES, Event, decayed, decaying
 from .errors import CannotCertify
 from .rules import PSAC, Rule
-from .thresholds import FixedThreshold
+from .thresholds import DecayThreshold, Facts, FixedThreshold, Release, Threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,10 @@ class Plan:
     (`plan.epsilon`, `delta`)-differentially private for one example under `adjacency`; `plan.epsilon` never
     exceeds the target that was given. Nothing here may be computed from the data: `expected_batch_size` is a
     declared constant, the divisor of every step.
+
+    A threshold that looks at the data releases something of its own from the same batch. Both releases are one
+    Gaussian mechanism with the total `noise_multiplier` σ; the gradient gets σ_T = (σ⁻² − σ_H⁻²)^(−1/2).
+    `noise_decay` ρ lets σ fall to ρ·σ over the run (Du et al.), in at most 50 stairs; σ is then the first step's.
 
     >>> plan = Plan(noise_multiplier=1.5, delta=1e-5, sampling_prob=0.04, steps=2250, expected_batch_size=100)
     >>> round(plan.epsilon, 3)
@@ -39,7 +45,8 @@ class Plan:
     steps: int
     expected_batch_size: float
     rule: Rule = field(default_factory=PSAC)
-    threshold: FixedThreshold = field(default_factory=FixedThreshold)
+    threshold: Threshold = field(default_factory=FixedThreshold)
+    noise_decay: float = 1.0
     accountant: str = "pld"
     adjacency: str = "add_or_remove_one"
     target_epsilon: float | None = field(default=None, init=False)
@@ -56,8 +63,11 @@ class Plan:
         one_of(ADJACENCIES, adjacency=self.adjacency)
         if isinstance(self.rule, type) or not isinstance(self.rule, Rule):
             raise TypeError(f"rule must be a clipping rule such as PSAC(), got {self.rule!r}.")
-        if not isinstance(self.threshold, FixedThreshold):
+        if isinstance(self.threshold, type) or not isinstance(self.threshold, Threshold):
             raise TypeError(f"threshold must be a threshold such as FixedThreshold(1.0), got {self.threshold!r}.")
+        if (reason := self.threshold.why_not(self.rule)) is not None:
+            raise ValueError(f"threshold does not go with the rule: {reason}")
+        self._set("noise_decay", probability(noise_decay=self.noise_decay))
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("Give exactly one of epsilon (the target) and noise_multiplier.")
         if self.epsilon is not None:
@@ -67,19 +77,36 @@ class Plan:
         self._set("epsilon", self.epsilon_after(self.steps))
         if not math.isfinite(self.epsilon):
             raise ValueError(f"No finite epsilon at delta={self.delta:g}: delta is too small for {self.accountant}.")
+        self._check_release()
+
+    def _check_release(self) -> None:
+        """What the threshold releases must leave noise for the gradient, and should not drown in its own."""
+        release = self.release
+        if release is None:
+            return
+        if release.noise_multiplier <= self.noise_multiplier:
+            raise ValueError(
+                f"{self.threshold!r} has noise {release.noise:g} on a release of sensitivity {release.sensitivity:g}, "
+                f"a multiplier of {release.noise_multiplier:g}, which is not above the total noise multiplier "
+                f"{self.noise_multiplier:.4g}: it alone would spend the whole budget. Give it more noise "
+                "(histogram_noise, count_noise)."
+            )
+        if release.size > 1 and self.expected_batch_size < release.size * release.noise:
+            warnings.warn(
+                f"{self.threshold!r}: {self.expected_batch_size:g} expected examples in {release.size} bins with noise "
+                f"{release.noise:g} each: the histogram is mostly noise, and C will hardly move. Use larger batches or "
+                "fewer bins.",
+                stacklevel=4,
+            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     def _solved(self, epsilon: float) -> float:
-        return calibrate(
-            epsilon=epsilon,
-            delta=self.delta,
-            sampling_prob=self.sampling_prob,
-            steps=self.steps,
-            accountant=self.accountant,
-            adjacency=self.adjacency,
-        )
+        return solve(lambda sigma: self._event(sigma, self.steps), epsilon, self.delta, self.accountant)
+
+    def _event(self, sigma: float, steps: int) -> Event:
+        return decaying(sigma, self.noise_decay, steps, self.steps, self.sampling_prob, self.adjacency)
 
     @classmethod
     def for_dataset(cls, *, size: int, batch_size: int, epochs: float, **others: Any) -> Plan:
@@ -97,18 +124,39 @@ class Plan:
         return cls(sampling_prob=batch_size / size, steps=steps, expected_batch_size=batch_size, **others)
 
     @property
-    def gradient_noise_multiplier(self) -> float:
-        """σ_T: what the gradient gets of σ; all of it under a fixed threshold."""
-        return self.noise_multiplier
+    def release(self) -> Release | None:
+        """What the threshold releases in every step beside the gradient."""
+        return self.threshold.release(self.expected_batch_size, self.noise_multiplier)
 
-    def event(self, steps: int) -> StepEvent:
-        """What `steps` steps of this plan do to the data."""
-        return StepEvent(
-            noise_multiplier=self.noise_multiplier,
-            sampling_prob=self.sampling_prob,
-            steps=steps,
-            adjacency=self.adjacency,
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """σ_T: what the gradient gets of σ (of the first step's, if it decays); all of it under a fixed threshold."""
+        return self.gradient_noise_multiplier_at(0)
+
+    def noise_multiplier_at(self, step: int) -> float:
+        """The total σ of step `step`, counted from 0."""
+        return decayed(self.noise_multiplier, self.noise_decay, step, self.steps)
+
+    def gradient_noise_multiplier_at(self, step: int) -> float:
+        """σ_T = (σ⁻² − σ_H⁻²)^(−1/2) of step `step`, counted from 0."""
+        total, release = self.noise_multiplier_at(step), self.release
+        if release is None:
+            return total
+        return float((total**-2 - release.noise_multiplier**-2) ** -0.5)
+
+    def facts(self, step: int, dimension: int) -> Facts:
+        """The public numbers that a threshold may use, before step `step`, counted from 0."""
+        return Facts(
+            step=step,
+            steps=self.steps,
+            expected_batch_size=self.expected_batch_size,
+            gradient_noise_multiplier=self.gradient_noise_multiplier_at(min(step, self.steps - 1)),
+            dimension=dimension,
         )
+
+    def event(self, steps: int) -> Event:
+        """What `steps` steps of this plan do to the data: the joint release of each, accounted once."""
+        return self._event(self.noise_multiplier, steps)
 
     def epsilon_after(self, steps: int) -> float:
         """ε of the first `steps` steps."""
@@ -133,8 +181,12 @@ class Plan:
             "delta": self.delta,
             "unit": "one example; a person with several examples is NOT covered as one",
             "adjacency": self.adjacency,
-            "mechanism": "Poisson-sampled Gaussian, every step's clipped gradient sum",
+            "mechanism": "Poisson-sampled Gaussian, every step's clipped gradient sum"
+            + (" and the threshold's release, jointly" if self.release is not None else ""),
             "noise_multiplier": self.noise_multiplier,
+            "gradient_noise_multiplier": self.gradient_noise_multiplier,
+            "threshold_noise_multiplier": None if self.release is None else self.release.noise_multiplier,
+            "noise_decay": self.noise_decay,
             "sampling_prob": self.sampling_prob,
             "steps": self.steps,
             "expected_batch_size": self.expected_batch_size,
@@ -146,14 +198,34 @@ class Plan:
     def __str__(self) -> str:
         """A privacy statement that can be read aloud."""
         target = f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else ""
-        return "\n".join(
-            (
-                f"Plan: ({shown_epsilon(self.epsilon)}, {shown_delta(self.delta)})-DP after {self.steps} steps{target}",
-                f"  privacy unit    one example, {self.adjacency.replace('_', '-')}",
-                "                  a person with several examples is not covered as one",
-                f"  mechanism       Gaussian, noise multiplier {self.noise_multiplier:.4f}, by {self.accountant}",
-                f"  sampling        Poisson, each example joins with probability {self.sampling_prob:.6g}",
-                f"  batch           {self.expected_batch_size:g} expected (the divisor), sizes vary from step to step",
-                f"  clipping        {self.rule!r}, {self.threshold!r}",
-            )
-        )
+        lines = [
+            f"Plan: ({shown_epsilon(self.epsilon)}, {shown_delta(self.delta)})-DP after {self.steps} steps{target}",
+            f"  privacy unit    one example, {self.adjacency.replace('_', '-')}",
+            "                  a person with several examples is not covered as one",
+            f"  mechanism       Gaussian, noise multiplier {self.noise_multiplier:.4f}, by {self.accountant}",
+            *self._noise_lines(),
+            f"  sampling        Poisson, each example joins with probability {self.sampling_prob:.6g}",
+            f"  batch           {self.expected_batch_size:g} expected (the divisor), sizes vary from step to step",
+            f"  clipping        {self.rule!r}, {self.threshold!r}",
+        ]
+        if isinstance(self.threshold, DecayThreshold):
+            shown = (self.threshold.init(self.facts(t, 1)).clip_norm for t in self._shown_steps())
+            lines.append(f"                  clip norm {_schedule(shown)} over the run")
+        return "\n".join(lines)
+
+    def _noise_lines(self) -> list[str]:
+        lines = []
+        if self.release is not None:
+            parts = f"gradient {self.gradient_noise_multiplier:.4f}, threshold {self.release.noise_multiplier:.4f}"
+            lines.append(f"                  of one joint release: {parts}")
+        if self.noise_decay != 1:
+            totals = _schedule(self.noise_multiplier_at(t) for t in self._shown_steps())
+            lines.append(f"                  falls {totals} over the run, composed step by step")
+        return lines
+
+    def _shown_steps(self) -> list[int]:
+        return sorted({0, self.steps // 2, self.steps - 1})
+
+
+def _schedule(values: Iterable[float]) -> str:
+    return " → ".join(f"{value:.4g}" for value in values)

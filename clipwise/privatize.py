@@ -15,11 +15,12 @@ from ._types import Engine, LossFn
 from .clipping import check_optimizer, trainable
 from .engine import OpRule
 from .errors import ParameterMismatch, UnsupportedOp
+from .guard import GUARDS, RUNS
 from .ledger import Ledger
 from .noise import Mode, NoiseSource
 from .plan import Plan
 from .sampling import PoissonSampler
-from .training import GUARDS, RUNS, PrivateTraining, Settings
+from .training import PrivateTraining, Settings
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel"})
 
@@ -85,7 +86,7 @@ def privatize(
     _check_model(model)
     _check_kind(optimizer)
     check_optimizer(optimizer, model)
-    plan.rule.sensitivity(plan.threshold.clip_norm, len(plan.rule.groups(list(trainable(model)))))
+    plan.rule.sensitivity(1.0, len(plan.rule.groups(list(trainable(model)))))
     source, sampler = NoiseSource(noise, seed_or_none(seed=seed)), PoissonSampler(plan.sampling_prob, seed)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
     opened = _opened(ledger, plan, asserted, (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None)))

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._check import clip_norm
 from ._types import Engine, LossFn
 from .batch import batch_size, padded_slice
 from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding
 from .engine import Gradients, OpRule, Paths, Tape
 from .engine.preflight import Probe, preflight_batch, preflight_dataset
 from .errors import ParameterMismatch, WrongBatch, WrongOrder
+from .guard import GUARDS, RUNS, StepGuard
 from .ledger import Ledger
 from .noise import NoiseSource
 from .plan import Plan
 from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, poisson_batches
+from .thresholds import Facts, State
 
 
 @dataclass(eq=False)
@@ -45,37 +48,15 @@ class Settings:
     op_rules: Mapping[Any, OpRule] | None = None
 
 
-class StepGuard:
-    """Stands before optimizer.step(): only a release may pass, so that no un-noised gradient ever does."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        """Register with the optimizer."""
-        self.open = False
-        self.ledger = ledger
-        optimizer.register_step_pre_hook(self)
-        GUARDS[optimizer] = self
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise unless a release is under way."""
-        if not self.open:
-            raise WrongOrder(
-                "optimizer.step() was called outside training.step() or training.release(): its gradients would be "
-                "neither clipped nor noised. Leave the optimizer to clipwise; step a learning-rate scheduler yourself."
-            )
-
-
-GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard] = weakref.WeakKeyDictionary()
-RUNS: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()  # what was spent on a model
-
-
 @dataclass
 class _Step:
     """One batch under way. The clip norm and the sensitivity are read once, so that they cannot drift apart."""
 
-    clip_norm: float
+    threshold: State
     sensitivity: float
     parts: list[Microbatch]
     sums: dict[str, Tensor] = field(default_factory=dict)
+    observed: Tensor | None = None
     recording: tuple[Tape, Microbatch] | None = None
 
 
@@ -107,6 +88,7 @@ class PrivateTraining:
         self._step: _Step | None = None
         self._paths: Paths = {}
         self._checked = False
+        self._threshold = plan.threshold.init(self._facts())
 
     # -- public numbers -----------------------------------------------------------------------------
 
@@ -137,8 +119,22 @@ class PrivateTraining:
 
     @property
     def clip_norm(self) -> float:
-        """C of the next step."""
-        return self._plan.threshold.clip_norm
+        """C of the next step; made of released values alone, so it may be shown."""
+        return self._threshold.clip_norm
+
+    @property
+    def threshold_state(self) -> State:
+        """What the threshold remembers, for checkpoints. Public."""
+        return self._threshold
+
+    @threshold_state.setter
+    def threshold_state(self, state: State) -> None:
+        clip_norm(clip_norm=state.clip_norm)
+        self._threshold = state
+
+    def _facts(self) -> Facts:
+        dimension = sum(p.numel() for p in trainable(self._model).values())
+        return self._plan.facts(self._ledger.charges, dimension)
 
     @property
     def sensitivity(self) -> float:
@@ -273,7 +269,7 @@ class PrivateTraining:
         self._ledger.reserve()
         self._issued.discard(batch)
         self._outstanding = None
-        self._step = _Step(self.clip_norm, self.sensitivity, [])
+        self._step = _Step(self._threshold, self.sensitivity, [])
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
             for start in range(0, size, rows):
@@ -302,10 +298,7 @@ class PrivateTraining:
             raise WrongOrder("record() needs engine='bookkeeping'; engine='vmap' needs a loss_fn and step().")
         step = self._step
         if step is None or step.recording is not None or not any(p is part for p in step.parts):
-            raise WrongOrder(
-                "Begin with `for part in training.microbatches(batch)`, record each part once, and call backward() "
-                "after record()."
-            )
+            raise WrongOrder("Begin with `for part in training.microbatches(batch)`; record each part once, backward.")
         tape = Tape(self._model, part.data, len(part.mask), self._settings.op_rules, self._paths)
         with self._charged_if_it_fails(), torch.enable_grad(), tape:
             yield part.data
@@ -322,8 +315,10 @@ class PrivateTraining:
     def _add(self, gradients: Gradients, part: Microbatch) -> None:
         assert self._step is not None
         step = self._step
-        sums, _ = clip(gradients, self._plan.rule, step.clip_norm, self._groups, part.mask)
+        sums, norms = clip(gradients, self._plan.rule, step.threshold.clip_norm, self._groups, part.mask)
         step.sums = {name: step.sums[name].add_(v) if name in step.sums else v for name, v in sums.items()}
+        seen = self._plan.threshold.observe(step.threshold, norms[:, 0], part.mask.to(norms.device))
+        step.observed = seen if step.observed is None or seen is None else step.observed + seen
         step.parts = [p for p in step.parts if p is not part]
 
     def release(self) -> None:
@@ -337,13 +332,15 @@ class PrivateTraining:
         self._step = None
         for name, p in parameters.items():
             step.sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
+        number = self._ledger.commit()
         noised = self._noise.add_(
             step.sums,
-            sequence=self._ledger.commit(),
+            sequence=number,
             sensitivity=step.sensitivity,
-            noise_multiplier=self._plan.gradient_noise_multiplier,
+            noise_multiplier=self._plan.gradient_noise_multiplier_at(number - 1),
             stream="gradient",
         )
+        self._threshold = self._updated(step, number)
         for name, p in parameters.items():
             p.grad = noised[name].div_(self._plan.expected_batch_size).to(p.dtype)
         try:
@@ -352,6 +349,21 @@ class PrivateTraining:
         finally:
             self._guard.open = False
             self._optimizer.zero_grad(set_to_none=True)
+
+    def _updated(self, step: _Step, number: int) -> State:
+        """The threshold for the next step, from the noised observation of this one."""
+        release, released = self._plan.release, None
+        if release is not None:
+            seen = torch.zeros(release.size, dtype=torch.float64) if step.observed is None else step.observed
+            assert seen.shape == (release.size,)
+            released = self._noise.add_(
+                {"observed": seen},
+                sequence=number,
+                sensitivity=release.sensitivity,
+                noise_multiplier=release.noise_multiplier,
+                stream="threshold",
+            )["observed"]
+        return self._plan.threshold.update(step.threshold, released, self._facts())
 
     def _check_parameters(self) -> dict[str, nn.Parameter]:
         parameters = trainable(self._model)
@@ -375,9 +387,11 @@ class PrivateTraining:
         """A copy trains its own weights with its own noise and coins, and charges the same ledger."""
         model, optimizer = copy.deepcopy((self._model, self._optimizer), memo)
         noise, sampler = copy.deepcopy((self._noise, self._sampler))
-        return PrivateTraining(
+        twin = PrivateTraining(
             model, optimizer, self._plan, self._loss_fn, self._ledger, noise, sampler, self._settings
         )
+        twin._threshold = self._threshold
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Never a second run by pickle: it would hold a second ledger."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from .._check import one_of, open_unit
-from .events import StepEvent
+from .events import Event, StepEvent, rescaled
 
 CERTIFYING = ("pld", "rdp")
 ACCOUNTANTS = (*CERTIFYING, "gdp")
@@ -40,7 +39,7 @@ def epsilon(
 
 
 @lru_cache(maxsize=4096)
-def epsilon_of(event: StepEvent, delta: float, accountant: str = "pld", grid: float = 1e-4) -> float:
+def epsilon_of(event: Event, delta: float, accountant: str = "pld", grid: float = 1e-4) -> float:
     """As `epsilon`, for an event. `grid` is PLD's discretisation: coarser is faster and larger, never smaller."""
     open_unit(delta=delta)
     one_of(ACCOUNTANTS, accountant=accountant)
@@ -51,17 +50,17 @@ def epsilon_of(event: StepEvent, delta: float, accountant: str = "pld", grid: fl
     return _pld(event, delta, grid)
 
 
-def _dp_event(event: StepEvent) -> tuple[Any, int]:
-    """The event and how often. Without sampling, T Gaussians are exactly one with σ/√T."""
+def dp_events(event: Event) -> list[tuple[Any, int]]:
+    """dp-accounting's events and how often each. Without sampling, Gaussians are exactly one with 1/σ² = Σ 1/σ_i²."""
     import dp_accounting
 
     if event.sampling_prob == 1:
-        return dp_accounting.GaussianDpEvent(event.noise_multiplier / math.sqrt(event.steps)), 1
-    release = dp_accounting.GaussianDpEvent(event.noise_multiplier)
-    return dp_accounting.PoissonSampledDpEvent(event.sampling_prob, release), event.steps
+        return [(dp_accounting.GaussianDpEvent(sum(n / s**2 for s, n in event.levels) ** -0.5), 1)]
+    releases = ((dp_accounting.GaussianDpEvent(sigma), steps) for sigma, steps in event.levels)
+    return [(dp_accounting.PoissonSampledDpEvent(event.sampling_prob, r), steps) for r, steps in releases]
 
 
-def _pld(event: StepEvent, delta: float, grid: float) -> float:
+def _pld(event: Event, delta: float, grid: float) -> float:
     """PLD; where the answer is large a coarser grid is as exact in relative terms, and beyond 2,000 RDP must do.
 
     The grid follows RDP's bound, which is monotone, and a coarser grid only raises ε: so this is monotone too.
@@ -69,33 +68,47 @@ def _pld(event: StepEvent, delta: float, grid: float) -> float:
     import dp_accounting
 
     add_or_remove = event.adjacency == "add_or_remove_one"
-    sigma = event.noise_multiplier if add_or_remove else event.noise_multiplier / 2
-    rough = _rdp(StepEvent(noise_multiplier=sigma, sampling_prob=event.sampling_prob, steps=event.steps), delta)
+    rough = _rdp(_simpler(event), delta)
     if not rough <= 2000:
         return rough if add_or_remove else math.inf
-    width = max(grid, 1e-2 if rough > 200 else 1e-3 if rough > 20 else 0.0)
+    width = max(grid, 1e-2 if rough > 200 else 1e-3 if rough > 20 or len(event.levels) > 1 else 0.0)
     relations = dp_accounting.NeighboringRelation
     relation = relations.ADD_OR_REMOVE_ONE if add_or_remove else relations.REPLACE_ONE
     accountant = dp_accounting.pld.PLDAccountant(relation, value_discretization_interval=width)
-    accountant.compose(*_dp_event(event))
+    for release, steps in dp_events(event):
+        accountant.compose(release, steps)
     found = float(accountant.get_epsilon(delta))
     if 0.5 < event.sampling_prob < 1:  # sampling only helps: the grid's own error must not say otherwise
-        found = min(found, epsilon_of(replace(event, sampling_prob=1.0), delta, "pld", grid))
+        found = min(found, epsilon_of(rescaled(event, sampling_prob=1.0), delta, "pld", grid))
     return min(found, rough) if add_or_remove else found
 
 
-@lru_cache(maxsize=4096)
-def _rdp(event: StepEvent, delta: float) -> float:
-    import dp_accounting
+def _simpler(event: Event) -> StepEvent:
+    """An event that costs no less: every step with the least noise, and half of it for replace-one."""
+    sigma = min(sigma for sigma, _ in event.levels)
+    sigma = sigma if event.adjacency == "add_or_remove_one" else sigma / 2
+    steps = sum(steps for _, steps in event.levels)
+    return StepEvent(noise_multiplier=sigma, sampling_prob=event.sampling_prob, steps=steps)
 
+
+@lru_cache(maxsize=4096)
+def _rdp(event: Event, delta: float) -> float:
     if event.adjacency != "add_or_remove_one":
         raise ValueError("accountant='rdp' knows add_or_remove_one only; use accountant='pld' for replace_one.")
+    accountant = rdp_accountant()
+    for release, steps in dp_events(event):
+        accountant.compose(release, steps)
+    return float(accountant.get_epsilon(delta))
+
+
+def rdp_accountant() -> Any:
+    """dp-accounting's, without its warnings of orders that it leaves out."""
+    import dp_accounting
+
     logger = logging.getLogger("absl")
     if not any(isinstance(f, _LeftOutOrders) for f in logger.filters):
         logger.addFilter(_LeftOutOrders())
-    accountant = dp_accounting.rdp.RdpAccountant()
-    accountant.compose(*_dp_event(event))
-    return float(accountant.get_epsilon(delta))
+    return dp_accounting.rdp.RdpAccountant()
 
 
 class _LeftOutOrders(logging.Filter):
@@ -105,17 +118,16 @@ class _LeftOutOrders(logging.Filter):
         return "_compute_log_a_frac" not in str(record.msg)
 
 
-def _gdp(event: StepEvent, delta: float) -> float:
-    """μ = q·√(T(e^{1/σ²} − 1)), then δ(ε) = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2) solved for ε (Bu et al. 2020)."""
+def _gdp(event: Event, delta: float) -> float:
+    """μ² = q²·Σ(e^{1/σ²} − 1) over the steps, then δ(ε) = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2) for ε (Bu et al. 2020)."""
     from scipy.optimize import brentq
     from scipy.special import log_ndtr, ndtr
 
     if event.adjacency != "add_or_remove_one":
         raise ValueError("accountant='gdp' knows add_or_remove_one only.")
-    exponent = 1 / event.noise_multiplier**2
-    if exponent > 700:
+    if any(1 / sigma**2 > 700 for sigma, _ in event.levels):
         return math.inf
-    mu = event.sampling_prob * math.sqrt(event.steps * math.expm1(exponent))
+    mu = event.sampling_prob * math.sqrt(sum(steps * math.expm1(1 / sigma**2) for sigma, steps in event.levels))
 
     def excess(eps: float) -> float:
         second = math.exp(min(eps + log_ndtr(-eps / mu - mu / 2), 0.0))

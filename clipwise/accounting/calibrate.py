@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .._check import between, one_of
 from ..errors import CannotCertify
 from .accountants import ACCOUNTANTS, epsilon_of
-from .events import StepEvent
+from .events import Event, StepEvent
 
 SLACK = 1e-3  # how far below the target the achieved ε may lie
 _LARGEST = 1e6
@@ -30,6 +30,16 @@ def calibrate(
     >>> round(calibrate(epsilon=3, delta=1e-5, sampling_prob=2048 / 60000, steps=1171), 3)
     1.808
     """
+    return solve(
+        lambda sigma: StepEvent(noise_multiplier=sigma, sampling_prob=sampling_prob, steps=steps, adjacency=adjacency),
+        epsilon,
+        delta,
+        accountant,
+    )
+
+
+def solve(make: Callable[[float], Event], epsilon: float, delta: float, accountant: str) -> float:
+    """As `calibrate`, for any event that has one noise multiplier to choose."""
     target = between(1e-9, 500.0, epsilon=epsilon)
     one_of(ACCOUNTANTS, accountant=accountant)
     if accountant == "gdp":
@@ -37,15 +47,15 @@ def calibrate(
             "accountant='gdp' is an estimate that lies below the true epsilon, so noise calibrated with it is too "
             "small. Calibrate with 'pld' or 'rdp'."
         )
+    coarse = 1e-4 if accountant != "pld" else 1e-3 if len(make(1.0).levels) == 1 else 1e-2
+    high = solve_for(lambda s: epsilon_of(make(s), delta, accountant, coarse), target)
+    return _finish(lambda s: epsilon_of(make(s), delta, accountant), target, high)
 
-    def spent(sigma: float, grid: float) -> float:
-        event = StepEvent(noise_multiplier=sigma, sampling_prob=sampling_prob, steps=steps, adjacency=adjacency)
-        return epsilon_of(event, delta, accountant, grid)
 
-    coarse = 1e-3 if accountant == "pld" else 1e-4
-    low, high = _bracket(lambda s: spent(s, coarse), target)
-    high = _narrow(lambda s: spent(s, coarse), target, low, high)
-    return _finish(lambda s: spent(s, 1e-4), target, high)
+def solve_for(spent: Callable[[float], float], target: float) -> float:
+    """A σ with spent(σ) ≤ target, at most 1e-3 below it; `spent` falls with σ."""
+    low, high = _bracket(spent, target)
+    return _narrow(spent, target, low, high)
 
 
 def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, float]:

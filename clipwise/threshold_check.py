@@ -1,0 +1,69 @@
+"""check_threshold: does an object keep the promises of `thresholds`? For the tests of new thresholds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .thresholds import LARGEST, SMALLEST, Facts, Release, State, Threshold
+
+
+def check_threshold(threshold: Threshold, trials: int = 50) -> None:
+    """Raise AssertionError unless `threshold` keeps the promises of this module; for the tests of new thresholds.
+
+    >>> from clipwise import MinErrorThreshold
+    >>> check_threshold(MinErrorThreshold())
+    """
+    facts = Facts(step=0, steps=100, expected_batch_size=64.0, gradient_noise_multiplier=1.0, dimension=1000)
+    state = threshold.init(facts)
+    assert isinstance(state, State), "init must return a State"
+    release = threshold.release(facts.expected_batch_size, 1.0)
+    odd = [0.0, 5e-324, 1e-30, state.clip_norm, 1e30, math.inf, math.nan]
+    for trial in range(trials):
+        _check_state(state)
+        norms = torch.tensor(
+            [*odd, *((k * 0.37 + trial) % 7 * state.clip_norm for k in range(20))], dtype=torch.float64
+        )
+        if release is not None:
+            _check_observation(threshold, state, norms, release)
+        released = None if release is None else _extreme(trial, release.size)
+        later = replace(facts, step=trial + 1)
+        after = threshold.update(state, released, later)
+        again = threshold.update(state, released, later)
+        assert after == again, "update must depend on its arguments alone"
+        state = after
+
+
+def _check_state(state: State) -> None:
+    assert SMALLEST / 2 <= state.clip_norm <= 2 * LARGEST, f"clip norm {state.clip_norm} left its public bounds"
+    assert math.isfinite(state.range), "the range must stay finite"
+
+
+def _check_observation(threshold: Threshold, state: State, norms: Tensor, release: Release) -> None:
+    def seen(mask: Tensor) -> Tensor:
+        found = threshold.observe(state, norms, mask)
+        assert found is not None, "release is declared, but nothing is observed"
+        assert found.shape == (release.size,), f"observe gave shape {tuple(found.shape)}, declared {release.size}"
+        assert found.dtype == torch.float64, "observe must give float64"
+        return found
+
+    full = torch.ones(len(norms), dtype=torch.bool)
+    whole, empty = seen(full), seen(~full)
+    assert not empty.any(), "rows outside the mask are padding: they must not count"
+    alone = []
+    for i in range(len(norms)):
+        without = full.clone()
+        without[i] = False
+        change = float((whole - seen(without)).norm())
+        assert change <= release.sensitivity, f"norm {float(norms[i])} changes the release by {change}"
+        alone.append(seen(~without))
+    assert torch.equal(sum(alone, empty), whole), "observations of microbatches must add up to that of the batch"
+
+
+def _extreme(trial: int, size: int) -> Tensor:
+    """Releases that noise could make, and some that it hardly can."""
+    values = torch.linspace(-1, 1, size, dtype=torch.float64).roll(trial)
+    return values * [0.0, 1.0, -1.0, 1e3, -1e3, 1e12, 1e300][trial % 7] + [0.0, 10.0, -10.0][trial % 3]

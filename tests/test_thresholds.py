@@ -1,0 +1,439 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_training import X, Y, losses, make, make_plan, weights
+from torch import nn
+
+import clipwise as cw
+from clipwise.accounting.accountants import epsilon_of
+from clipwise.accounting.events import ScheduledEvent, StepEvent, decayed
+from clipwise.thresholds import LARGEST, SMALLEST, Facts, State
+
+BATCH, BINS = 256, 20
+FACTS = Facts(step=1, steps=100, expected_batch_size=BATCH, gradient_noise_multiplier=1.0, dimension=100_000)
+EVERYONE = torch.ones(BATCH, dtype=torch.bool)
+THRESHOLDS = [
+    cw.FixedThreshold(0.7),
+    cw.DecayThreshold(2.0, 0.1),
+    cw.QuantileThreshold(0.3),
+    cw.PercentileThreshold(0.7),
+    cw.PercentileThreshold(0.5, initial_range=1.0, bins=7),
+    cw.MinErrorThreshold(),
+    cw.MinErrorThreshold(initial=1e-3, bins=5, histogram_noise=20),
+]
+HISTOGRAMS = [cw.PercentileThreshold(), cw.MinErrorThreshold()]
+
+
+def drawn(rng):
+    return rng.normal(100, 20, BATCH)
+
+
+def released(threshold, state, norms, noise, rng):
+    counts = threshold.observe(state, torch.tensor(norms), EVERYONE)
+    return counts + torch.tensor(rng.normal(0, noise, len(counts)))
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS, ids=repr)
+def test_thresholds_keep_their_promises(threshold):
+    cw.check_threshold(threshold)
+
+
+def test_check_threshold_finds_a_padded_row_and_a_runaway():
+    class Padded(cw.MinErrorThreshold):
+        def observe(self, state, norms, mask):
+            return super().observe(state, torch.where(mask, norms, 0.0), torch.ones_like(mask))
+
+    class Runaway(cw.QuantileThreshold):
+        def update(self, state, released, facts):
+            return State(state.clip_norm * math.exp(float(released[0])) if abs(float(released[0])) < 700 else math.inf)
+
+    class TwoBins(cw.PercentileThreshold):
+        def observe(self, state, norms, mask):
+            return 2 * super().observe(state, norms, mask)
+
+    for broken, message in ((Padded(), "padding"), (Runaway(), "bounds"), (TwoBins(), "changes the release")):
+        with pytest.raises(AssertionError, match=message):
+            cw.check_threshold(broken)
+
+
+@given(
+    norms=st.lists(st.floats(min_value=0) | st.just(math.nan), max_size=30),
+    reach=st.floats(1e-12, 1e12),
+)
+def test_histogram_is_the_loop_over_single_examples(norms, reach):
+    threshold = cw.PercentileThreshold(bins=BINS)
+    expected = [0.0] * BINS
+    for n in norms:
+        expected[min(BINS - 1, math.floor(n * (BINS / reach))) if math.isfinite(n * (BINS / reach)) else BINS - 1] += 1
+    mask = torch.ones(len(norms), dtype=torch.bool)
+    found = threshold.observe(State(1.0, reach), torch.tensor(norms, dtype=torch.float64), mask)
+    assert found.tolist() == expected
+
+
+def share_within(percentile, noise, bins, trials=200):
+    rng = np.random.default_rng(int(1000 * percentile + noise))
+    threshold, state, hits = cw.PercentileThreshold(percentile), State(75.0, 150.0), 0
+    for _ in range(trials):
+        norms = drawn(rng)
+        found = threshold.update(state, released(threshold, state, norms, noise, rng), FACTS).clip_norm
+        hits += abs(found - np.quantile(norms, percentile)) <= bins * 150 / BINS
+    return hits / trials
+
+
+@pytest.mark.parametrize("percentile", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_percentile_is_found(percentile):
+    if 0.3 <= percentile <= 0.7:
+        assert share_within(percentile, 5.0, 1) >= 0.95
+    assert share_within(percentile, 5.0, 3) >= 0.95
+    assert share_within(percentile, 1.0, 1) >= 0.95
+
+
+@pytest.mark.parametrize("initial", [1e-3, 1e4])
+def test_percentile_is_reached_from_afar(initial):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        threshold = cw.PercentileThreshold(0.5, initial=initial)
+        state, steps = threshold.init(FACTS), 0
+        while abs(state.clip_norm - 100) > 20:
+            state, steps = threshold.update(state, released(threshold, state, drawn(rng), 5.0, rng), FACTS), steps + 1
+        assert steps <= 30
+
+
+def exact_minimiser(norms):
+    """Of σ_T²C²d/B² + mean max(n − C, 0)², whose derivative is monotone."""
+    low, high = 0.0, float(norms.max())
+    for _ in range(100):
+        middle = (low + high) / 2
+        slope = FACTS.dimension / BATCH**2 * middle - np.maximum(norms - middle, 0).mean()
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return low
+
+
+@pytest.mark.parametrize("initial", [1e-3, 1e-1, 1.0, 10.0, 1e2, 1e4])
+def test_least_error_is_found_from_afar(initial):
+    rng = np.random.default_rng(0)
+    near = []
+    for _ in range(20):
+        threshold = cw.MinErrorThreshold(initial=initial)
+        state = threshold.init(FACTS)
+        for step in range(20):
+            norms = drawn(rng)
+            state = threshold.update(state, released(threshold, state, norms, 5.0, rng), FACTS)
+            if step >= 9:
+                near.append(abs(state.clip_norm / exact_minimiser(norms) - 1) <= 0.15)
+    assert np.mean(near) >= 0.95
+
+
+@given(
+    histogram=st.lists(st.floats(-1e9, 1e9), min_size=BINS, max_size=BINS),
+    clip=st.floats(SMALLEST, LARGEST),
+    reach=st.floats(SMALLEST, LARGEST),
+    dimension=st.sampled_from([1, 100, 10**12]),
+)
+def test_updates_end_and_stay_in_their_bounds_whatever_noise_does(histogram, clip, reach, dimension):
+    facts = Facts(step=3, steps=9, expected_batch_size=10.0, gradient_noise_multiplier=1.5, dimension=dimension)
+    for threshold in HISTOGRAMS:
+        after = threshold.update(State(clip, reach), torch.tensor(histogram, dtype=torch.float64), facts)
+        assert SMALLEST <= after.clip_norm <= LARGEST
+        assert SMALLEST <= after.range <= 2 * LARGEST
+
+
+@pytest.mark.parametrize("threshold", HISTOGRAMS, ids=repr)
+def test_a_drowned_histogram_changes_nothing(threshold):
+    state = State(2.0, 4.0)
+    assert threshold.update(state, torch.full((BINS,), -1.0, dtype=torch.float64), FACTS) == state
+    assert threshold.update(state, torch.zeros(BINS, dtype=torch.float64), FACTS) == state
+
+
+# -- the plan pays for what a threshold releases -----------------------------------------------------
+
+
+def split_plan(**change):
+    numbers = {"noise_multiplier": (1 + 0.1**2) ** -0.5, "delta": 1e-5, "sampling_prob": 0.01, "steps": 1000}
+    more = {"expected_batch_size": 600, "rule": cw.Abadi(), "threshold": cw.MinErrorThreshold(histogram_noise=10.0)}
+    return cw.Plan(**(numbers | more | change))
+
+
+def test_the_joint_release_is_accounted_once_at_the_total():
+    plan = split_plan()
+    assert plan.gradient_noise_multiplier == pytest.approx(1.0, rel=1e-12)
+    assert plan.epsilon == pytest.approx(1.8474, abs=5e-5)
+    assert split_plan(accountant="rdp").epsilon == pytest.approx(2.1253, abs=5e-5)
+    plain = split_plan(threshold=cw.FixedThreshold(1.0))
+    assert abs(plan.epsilon - plain.epsilon) <= 1e-9
+    wrong = cw.epsilon(noise_multiplier=plan.gradient_noise_multiplier, sampling_prob=0.01, steps=1000, delta=1e-5)
+    assert wrong < plan.epsilon - 0.01  # accounting σ_T understates
+
+
+@given(total=st.floats(0.3, 4.5), other=st.floats(5.0, 100.0))
+def test_sigma_is_split_so_that_it_adds_up(total, other):
+    plan = split_plan(
+        noise_multiplier=total,
+        steps=1,
+        sampling_prob=0.5,
+        accountant="rdp",
+        threshold=cw.PercentileThreshold(histogram_noise=other),
+        expected_batch_size=1e6,
+    )
+    assert plan.gradient_noise_multiplier**-2 + other**-2 == pytest.approx(total**-2, rel=1e-9)
+    assert plan.gradient_noise_multiplier > total
+
+
+def test_the_quantile_counts_with_sensitivity_one_half():
+    plan = split_plan(threshold=cw.QuantileThreshold(count_noise=5.0))
+    assert plan.gradient_noise_multiplier == pytest.approx((plan.noise_multiplier**-2 - 10.0**-2) ** -0.5)
+    assert split_plan(threshold=cw.QuantileThreshold()).release.noise == 600 / 20
+
+
+@pytest.mark.parametrize(("sigma", "noise"), [(1.0, 5), (2.0, 8), (3.0, 8), (3.1, 12)])
+def test_histogram_noise_follows_the_paper(sigma, noise):
+    plan = split_plan(noise_multiplier=sigma, steps=5, threshold=cw.MinErrorThreshold())
+    assert plan.release.noise == noise
+
+
+def test_a_threshold_that_takes_the_whole_budget_is_refused():
+    for threshold in (cw.MinErrorThreshold(histogram_noise=0.9), cw.QuantileThreshold(count_noise=0.45)):
+        with pytest.raises(ValueError, match="whole budget"):
+            split_plan(threshold=threshold)
+
+
+@pytest.mark.parametrize("rule", [cw.PSAC(), cw.AutoS(), cw.AutoV(), cw.PerLayer(cw.Abadi())], ids=repr)
+def test_rules_for_which_c_is_no_threshold_are_refused(rule):
+    for threshold in (cw.MinErrorThreshold(), cw.PercentileThreshold(), cw.QuantileThreshold()):
+        with pytest.raises(ValueError, match="does not go with the rule"):
+            split_plan(rule=rule, threshold=threshold)
+
+
+@pytest.mark.parametrize("rule", [cw.Reparam(), cw.Global()], ids=repr)
+def test_histograms_go_with_abadi_only(rule):
+    split_plan(rule=rule, threshold=cw.QuantileThreshold())
+    for threshold in HISTOGRAMS:
+        with pytest.raises(ValueError, match=r"Abadi\(\)"):
+            split_plan(rule=rule, threshold=threshold)
+
+
+def test_a_small_batch_is_warned_of():
+    with pytest.warns(UserWarning, match="mostly noise"):
+        split_plan(expected_batch_size=20)
+
+
+@pytest.mark.parametrize(
+    "make_bad",
+    [
+        lambda: cw.DecayThreshold(0.0),
+        lambda: cw.DecayThreshold(1.0, rho=1.5),
+        lambda: cw.QuantileThreshold(1.0),
+        lambda: cw.QuantileThreshold(learning_rate=-1),
+        lambda: cw.QuantileThreshold(count_noise=math.nan),
+        lambda: cw.PercentileThreshold(0.0),
+        lambda: cw.PercentileThreshold(bins=1),
+        lambda: cw.PercentileThreshold(initial_range=math.inf),
+        lambda: cw.MinErrorThreshold(initial=math.nan),
+        lambda: cw.MinErrorThreshold(histogram_noise=0),
+        lambda: split_plan(threshold=cw.MinErrorThreshold),
+        lambda: split_plan(noise_decay=0),
+        lambda: split_plan(noise_decay=1.01),
+    ],
+)
+def test_bad_numbers_are_refused(make_bad):
+    with pytest.raises((ValueError, TypeError)):
+        make_bad()
+
+
+# -- noise that changes over the run ----------------------------------------------------------------
+
+
+def test_decaying_noise_is_composed_step_by_step():
+    import dp_accounting
+
+    plan = cw.Plan(
+        noise_multiplier=2.0, noise_decay=0.25, delta=1e-5, sampling_prob=0.1, steps=12, expected_batch_size=10,
+        threshold=cw.DecayThreshold(3.0, 0.5), accountant="rdp",
+    )  # fmt: skip
+    sigmas = [2.0 * 0.25 ** (t / 12) for t in range(12)]
+    assert [plan.noise_multiplier_at(t) for t in range(12)] == pytest.approx(sigmas)
+    by_hand = dp_accounting.rdp.RdpAccountant()
+    for sigma in sigmas:
+        by_hand.compose(dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(sigma)))
+    assert plan.epsilon == pytest.approx(by_hand.get_epsilon(1e-5), rel=1e-9)
+    shown = str(plan)
+    assert "2 → 1 → " in shown
+    assert "clip norm 3 → 2.121" in shown
+    spent = [plan.epsilon_after(k) for k in range(13)]
+    assert spent == sorted(spent)
+
+
+def test_one_level_is_the_ordinary_event_and_pld_lies_below_rdp():
+    flat = ScheduledEvent(levels=((1.1, 40), (1.1, 60)), sampling_prob=0.05)
+    ordinary = StepEvent(noise_multiplier=1.1, sampling_prob=0.05, steps=100)
+    assert epsilon_of(flat, 1e-5, "rdp") == pytest.approx(epsilon_of(ordinary, 1e-5, "rdp"), rel=1e-9)
+    assert 0 <= epsilon_of(flat, 1e-5) - epsilon_of(ordinary, 1e-5) <= 2e-3
+    mixed = ScheduledEvent(levels=((1.1, 40), (0.9, 60)), sampling_prob=0.05)
+    least = StepEvent(noise_multiplier=0.9, sampling_prob=0.05, steps=100)
+    assert epsilon_of(ordinary, 1e-5) < epsilon_of(mixed, 1e-5) < epsilon_of(least, 1e-5)
+
+
+def test_calibration_with_decaying_noise_stays_below_the_target():
+    plan = cw.Plan(
+        epsilon=2.0, noise_decay=0.5, delta=1e-5, sampling_prob=0.1, steps=8, expected_batch_size=10, accountant="rdp"
+    )
+    assert 2.0 - 1e-3 <= plan.epsilon <= 2.0
+    assert decayed(plan.noise_multiplier, 0.5, 7, 8) < plan.noise_multiplier
+
+
+# -- training ---------------------------------------------------------------------------------------
+
+
+def threshold_plan(threshold, **change):
+    rule = cw.PSAC() if isinstance(threshold, (cw.FixedThreshold, cw.DecayThreshold)) else cw.Abadi()
+    return make_plan(rule=rule, threshold=threshold, expected_batch_size=200, **change)
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS, ids=repr)
+@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.Adam(p)])
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_training_with_every_threshold(threshold, optimizer, microbatch):
+    training = make(threshold_plan(threshold), make_optimizer=optimizer, microbatch=microbatch)
+    norms = []
+    for batch in training.batches((X, Y)):
+        norms.append(training.clip_norm)
+        training.step(batch)
+    assert all(SMALLEST <= c <= LARGEST for c in norms)
+    assert norms[0] == pytest.approx(getattr(threshold, "initial", None) or threshold.clip_norm)
+    assert training.epsilon == training.plan.epsilon
+    if not isinstance(threshold, cw.FixedThreshold):
+        assert len(set(norms)) > 1
+
+
+@pytest.mark.parametrize("threshold", [t for t in THRESHOLDS if t.release(200, 1.0)], ids=repr)
+def test_microbatches_and_padding_observe_the_same(threshold):
+    def after_one_step(microbatch):
+        quiet = threshold_plan(threshold)
+        training = make(quiet, microbatch=microbatch, sampling="asserted", seed=1)
+        training.step((X, Y))
+        return training.threshold_state
+
+    assert after_one_step(None) == after_one_step(7) == after_one_step(64)
+
+
+def test_observation_and_gradient_have_streams_of_their_own(monkeypatch):
+    training = make(threshold_plan(cw.MinErrorThreshold()))
+    seen = []
+    add_ = training._noise.add_
+
+    def watched(values, **numbers):
+        seen.append((numbers["stream"], numbers["sequence"], numbers["noise_multiplier"], numbers["sensitivity"]))
+        return add_(values, **numbers)
+
+    monkeypatch.setattr(training._noise, "add_", watched)
+    for batch in training.batches((X, Y)):
+        training.step(batch)
+    plan = training.plan
+    gradient = [(n, s) for stream, n, s, _ in seen if stream == "gradient"]
+    assert gradient == [(n, plan.gradient_noise_multiplier) for n in range(1, plan.steps + 1)]
+    other = [(n, s, bound) for stream, n, s, bound in seen if stream == "threshold"]
+    assert other == [(n, 5.0, 1.0) for n in range(1, plan.steps + 1)]
+
+
+def test_the_noise_of_each_step_follows_the_schedule(monkeypatch):
+    training = make(make_plan(noise_decay=0.25, steps=4))
+    used = []
+    add_ = training._noise.add_
+    monkeypatch.setattr(training._noise, "add_", lambda v, **n: used.append(n["noise_multiplier"]) or add_(v, **n))
+    for batch in training.batches((X, Y)):
+        training.step(batch)
+    assert used == pytest.approx([0.25 ** (t / 4) for t in range(4)])
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS, ids=repr)
+def test_an_empty_batch_is_noise_for_the_threshold_too(threshold):
+    training = make(threshold_plan(threshold), sampling="asserted")
+    training.step(None)
+    assert training.ledger.charges == 1
+    assert SMALLEST <= training.clip_norm <= LARGEST
+
+
+def test_a_nan_record_is_counted_once_and_moves_nothing_else():
+    clean = make(threshold_plan(cw.MinErrorThreshold()), sampling="asserted", seed=3)
+    bad = make(threshold_plan(cw.MinErrorThreshold()), sampling="asserted", seed=3)
+    x = X.clone()
+    x[0] = math.nan
+    clean.step((X, Y))
+    bad.step((x, Y))
+    assert torch.isfinite(weights(bad)).all()
+
+
+def test_checkpoints_carry_the_threshold(tmp_path):
+    plan = threshold_plan(cw.MinErrorThreshold(), steps=12)
+    training = make(plan, ledger=tmp_path / "run.ledger")
+    for number, batch in enumerate(training.batches((X, Y)), start=1):
+        training.step(batch)
+        if number == 5:
+            break
+    cw.save_checkpoint(training, tmp_path / "c.pt")
+    kept = training.threshold_state
+    training.ledger.close()
+    again = make(plan, ledger=tmp_path / "run.ledger")
+    assert again.threshold_state != kept
+    cw.load_checkpoint(again, tmp_path / "c.pt")
+    assert again.threshold_state == kept
+
+
+def test_a_resumed_decay_goes_on_where_it_was(tmp_path):
+    plan = make_plan(threshold=cw.DecayThreshold(1.0, 0.5), steps=4)
+    training = make(plan, ledger=tmp_path / "run.ledger")
+    batches = training.batches((X, Y))
+    training.step(next(batches))
+    training.ledger.close()
+    again = make(plan, ledger=tmp_path / "run.ledger")
+    assert again.clip_norm == pytest.approx(0.5**0.25)
+
+
+def test_a_copy_keeps_the_threshold():
+    import copy
+
+    training = make(threshold_plan(cw.MinErrorThreshold()))
+    training.step(next(training.batches((X, Y))))
+    assert copy.deepcopy(training).threshold_state == training.threshold_state
+
+
+def test_quantile_holds_its_share_on_a_real_run():
+    """The unclipped share stays within ±.03 of the target after burn-in, on digits."""
+    from clipwise.recipes.digits import cross_entropy, digits_model, load_digits
+
+    torch.manual_seed(0)
+    train, _ = load_digits()
+    model = digits_model()
+    plan = cw.Plan(
+        noise_multiplier=1.0, delta=1e-4, sampling_prob=0.4, steps=150, expected_batch_size=600, accountant="rdp",
+        rule=cw.Abadi(), threshold=cw.QuantileThreshold(0.5, initial=10.0),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = cw.privatize(model, optimizer, plan, cross_entropy)
+    shares = []
+    for number, batch in enumerate(training.batches(train)):
+        if number >= 50:
+            norms = cw.clipped_sum(model, cross_entropy, train).norms
+            shares.append(float((norms <= training.clip_norm).double().mean()))
+        training.step(batch)
+    assert abs(np.mean(shares) - 0.5) <= 0.03
+
+
+def test_the_released_sum_is_scaled_by_the_c_of_its_own_step():
+    """With C_t falling, each step's noise and clipping use the same C."""
+    plan = make_plan(
+        threshold=cw.DecayThreshold(1.0, 1e-2), noise_multiplier=1e-9, delta=0.5, accountant="rdp", steps=3
+    )
+    model = nn.Linear(6, 3, bias=False)
+    training = make(plan, losses, lambda p: torch.optim.SGD(p, lr=1.0), model, sampling="asserted")
+    for _ in range(3):
+        bound, before = training.clip_norm, weights(training)
+        sums = cw.clipped_sum(model, losses, (X, Y), cw.PSAC(), bound).grads["weight"].flatten()
+        training.step((X, Y))
+        torch.testing.assert_close((before - weights(training)) * 10, sums, rtol=1e-3, atol=1e-4 * bound)
