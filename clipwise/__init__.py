@@ -1,7 +1,10 @@
 """clipwise trains PyTorch models under (ε, δ)-differential privacy without a clipping threshold to tune."""
 
+from .accounting import Search as Search
 from .accounting import calibrate as calibrate
+from .accounting import calibrate_search as calibrate_search
 from .accounting import epsilon as epsilon
+from .accounting import tuning_epsilon as tuning_epsilon
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .clipping import clipped_sum as clipped_sum
@@ -33,5 +36,10 @@ from .thresholds import PercentileThreshold as PercentileThreshold
 from .thresholds import QuantileThreshold as QuantileThreshold
 from .thresholds import Threshold as Threshold
 from .training import PrivateTraining as PrivateTraining
+from .trials import Trial as Trial
+from .tuning import LogUniform as LogUniform
+from .tuning import TuningPlan as TuningPlan
+from .tuning import Winner as Winner
+from .tuning import tune as tune
 
 __version__ = "0.1.0"

@@ -19,10 +19,19 @@ from . import __version__
 from ._show import shown_delta, shown_epsilon
 from .accounting import calibrate as solve_sigma
 from .accounting import epsilon as spent_epsilon
+from .accounting.tuning import METHODS
+from .cli_tuning import digits_search, tuning_costs, tuning_table
 from .errors import ClipwiseError
 from .plan import Plan
 from .rules import PSAC, Abadi, AutoS, AutoV, Global, PerLayer, Reparam, Rule
-from .thresholds import FixedThreshold
+from .thresholds import (
+    DecayThreshold,
+    FixedThreshold,
+    MinErrorThreshold,
+    PercentileThreshold,
+    QuantileThreshold,
+    Threshold,
+)
 from .training import PrivateTraining
 
 app = typer.Typer(
@@ -39,6 +48,7 @@ RULES: dict[str, Callable[[], Rule]] = {
     "reparam": Reparam,
     "global": Global,
 }
+THRESHOLDS = ("fixed", "decay", "quantile", "percentile", "min-error")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Delta = Annotated[float, typer.Option(help="δ, the probability that the guarantee may fail by.")]
@@ -63,6 +73,19 @@ def _one_clear_line() -> Iterator[None]:
 def _show(values: dict[str, Any], as_json: bool, text: str) -> None:
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     print(json.dumps(finite, allow_nan=False) if as_json else text)
+
+
+def _threshold(name: str, clip_norm: float) -> Threshold:
+    """`clip_norm` is C, or the C that a moving threshold begins with."""
+    if name not in THRESHOLDS:
+        raise ValueError(f"--threshold must be one of {', '.join(THRESHOLDS)}, got {name!r}.")
+    if name == "fixed":
+        return FixedThreshold(clip_norm)
+    if name == "decay":
+        return DecayThreshold(clip_norm)
+    if name == "quantile":
+        return QuantileThreshold(initial=clip_norm)
+    return PercentileThreshold(initial=clip_norm) if name == "percentile" else MinErrorThreshold(clip_norm)
 
 
 def _rule(name: str, per_layer: bool) -> Rule:
@@ -115,10 +138,17 @@ def calibrate(
     delta: Delta,
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_or_remove_one",
+    tuning: Annotated[int | None, typer.Option(help="What tuning over so many values costs, beside no tuning.")] = None,
     as_json: Json = False,
 ) -> None:
     """The noise multiplier for a wanted ε, never above it."""
     with _one_clear_line():
+        if tuning is not None:
+            if accountant != "pld" or adjacency != "add_or_remove_one":
+                raise ValueError("--tuning compares fixed accountants under add_or_remove_one; leave both options out.")
+            rows = tuning_costs(epsilon=epsilon, delta=delta, sampling_prob=sampling_prob, steps=steps, runs=tuning)
+            _show({"tuning": rows}, as_json, tuning_table(rows, epsilon, delta))
+            return
         common: dict[str, Any] = {
             "sampling_prob": sampling_prob,
             "steps": steps,
@@ -139,8 +169,9 @@ def train(
     epsilon: Annotated[float, typer.Option(help="The ε of the whole run.")] = 3.0,
     delta: Delta = 1e-4,
     rule: Annotated[str, typer.Option(help=f"Clipping rule: {', '.join(RULES)}.")] = "psac",
+    threshold: Annotated[str, typer.Option(help=f"Who decides C: {', '.join(THRESHOLDS)}.")] = "fixed",
     per_layer: Annotated[bool, typer.Option("--per-layer", help="Clip each layer by its own norm.")] = False,
-    clip_norm: Annotated[float, typer.Option(help="C; only scales the learning rate under psac and auto-*.")] = 1.0,
+    clip_norm: Annotated[float, typer.Option(help="C, or the first C of a moving threshold.")] = 1.0,
     steps: Steps = 200,
     sampling_prob: SamplingProb = 0.2,
     lr: Annotated[float, typer.Option(help="Learning rate of SGD with momentum 0.9.")] = 0.2,
@@ -162,7 +193,7 @@ def train(
             steps=steps,
             expected_batch_size=max(sampling_prob * digits.TRAIN_SIZE, 1),
             rule=_rule(rule, per_layer),
-            threshold=FixedThreshold(clip_norm),
+            threshold=_threshold(threshold, clip_norm),
         )
         console = Console(stderr=True)
         if not as_json:
@@ -183,6 +214,35 @@ def train(
             )
         )
         _show(vars(result), as_json, text)
+
+
+@app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="What to tune: digits.")],
+    epsilon: Annotated[float, typer.Option(help="The ε of the whole search.")] = 3.0,
+    delta: Delta = 1e-4,
+    method: Annotated[str, typer.Option(help=f"How the search is paid for: {', '.join(METHODS)}.")] = METHODS[2],
+    runs: Annotated[float, typer.Option(help="How many runs (their mean, where it is secret).")] = 10,
+    rule: Annotated[str, typer.Option(help=f"Clipping rule: {', '.join(RULES)}.")] = "abadi",
+    clip_norms: Annotated[str, typer.Option(help="Values of C, with commas.")] = "0.01,0.03,0.1,0.2,0.4,0.8,1.6,3,6,12",
+    lrs: Annotated[str, typer.Option(help="Learning rates, with commas.")] = "0.2",
+    steps: Steps = 200,
+    sampling_prob: SamplingProb = 0.2,
+    ledger: Annotated[Path | None, typer.Option(help="File that records the search; survives crashes.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the winner's weights.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search clip norms and learning rates, pay for it, and release the winner only."""
+    with _one_clear_line():
+        if recipe != "digits":
+            raise ValueError(f"Unknown recipe {recipe!r}; there is one: digits.")
+        numbers = {"epsilon": epsilon, "delta": delta, "steps": steps, "sampling_prob": sampling_prob}
+        search = digits_search(method, runs, _rule(rule, False), clip_norms, lrs, numbers)
+        if not as_json:
+            print(search.plan)
+        with Console(stderr=True).status("searching; how many runs there are is secret"):
+            winner = search.run(ledger, out)
+        _show(winner, as_json, search.text(winner))
 
 
 @contextmanager

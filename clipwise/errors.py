@@ -57,3 +57,7 @@ class WrongOrder(ClipwiseError):
 
 class CannotCertify(ClipwiseError):
     """What was asked for is an estimate, not a guarantee."""
+
+
+class TuningFailed(ClipwiseError):
+    """A search gave no winner; it is charged all the same."""

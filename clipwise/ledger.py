@@ -18,14 +18,43 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ._show import shown_delta, shown_epsilon
 from .errors import BudgetExhausted, LedgerError, PlanMismatch
-from .plan import Plan
 
 VERSION = 1
 _OPEN: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
+
+
+class Budget(Protocol):
+    """What a ledger guards: the plan of a run, or of a search over runs."""
+
+    @property
+    def most_charges(self) -> int:
+        """How many charges are allowed."""
+
+    @property
+    def epsilon(self) -> float:
+        """ε of all of them."""
+
+    @property
+    def delta(self) -> float:
+        """δ."""
+
+    @property
+    def accountant(self) -> str:
+        """Whose ε it is."""
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of every public number."""
+
+    def epsilon_after(self, steps: int) -> float:
+        """ε of the first `steps` charges."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All public numbers."""
 
 
 def _hashed(previous: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +124,7 @@ class Ledger:
     Guarantee: `commit` returns only after the charge is on disk; `reserve` refuses a charge beyond the plan
     before any data is touched.
 
+    >>> from clipwise import Plan
     >>> plan = Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.1, steps=1, expected_batch_size=10)
     >>> ledger = Ledger(plan)
     >>> ledger.reserve(); ledger.commit()
@@ -104,7 +134,7 @@ class Ledger:
     clipwise.errors.BudgetExhausted: Budget exhausted: step 2 would reach epsilon=... > ... (pld, delta=1e-05). ...
     """
 
-    def __init__(self, plan: Plan, path: str | Path | None = None, assertions: dict[str, Any] | None = None) -> None:
+    def __init__(self, plan: Budget, path: str | Path | None = None, assertions: dict[str, Any] | None = None) -> None:
         """Open or create. `assertions` are what the user vouches for (own sampler, fast noise, a seed)."""
         self.plan = plan
         self.path = None if path is None else Path(path)
@@ -263,7 +293,7 @@ class Ledger:
         """Refuse, before the data is touched, a charge that the plan does not allow."""
         with self._lock:
             self._check()
-            if self.charges + self._reserved >= self.plan.steps:
+            if self.charges + self._reserved >= self.plan.most_charges:
                 raise BudgetExhausted(self._exhausted())
             self._reserved += 1
 
@@ -275,14 +305,14 @@ class Ledger:
             "Stop here, or plan more steps before the run begins."
         )
 
-    def commit(self) -> int:
+    def commit(self, **details: str) -> int:
         """Charge the reserved step; returns its number once the charge is durable."""
         with self._lock:
             self._check()
             if not self._reserved:
                 raise LedgerError("commit without reserve: a step must be allowed before it is charged.")
             self._reserved -= 1
-            self._append({"kind": "charge"})
+            self._append({"kind": "charge", **details})
             self.charges += 1
             return self.charges
 
@@ -330,10 +360,10 @@ class Ledger:
     def __repr__(self) -> str:
         """Where it lives and what it holds."""
         where = str(self.path) if self.persistent else "in memory, lost when this process ends"
-        return f"Ledger({where}; {self.charges} of {self.plan.steps} steps charged)"
+        return f"Ledger({where}; {self.charges} of {self.plan.most_charges} steps charged)"
 
 
-def _difference(written: dict[str, Any], plan: Plan) -> str:
+def _difference(written: dict[str, Any], plan: Budget) -> str:
     mine = plan.as_dict()
     changed = [f"{k}: {written.get(k)!r} there, {mine[k]!r} here" for k in mine if written.get(k) != mine[k]]
     return "; ".join(changed) or "unknown differences"

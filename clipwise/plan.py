@@ -117,11 +117,12 @@ class Plan:
         >>> Plan.for_dataset(size=60_000, batch_size=2_048, epochs=40, noise_multiplier=1.9, delta=1e-5).steps
         1171
         """
-        size, batch_size, epochs = count(size=size), count(batch_size=batch_size), positive(epochs=epochs)
-        if batch_size > size:
-            raise ValueError(f"batch_size must not exceed size, got {batch_size} > {size}.")
-        steps = math.floor(epochs * size / batch_size + 1e-9)
-        return cls(sampling_prob=batch_size / size, steps=steps, expected_batch_size=batch_size, **others)
+        return cls(**declared(size, batch_size, epochs), **others)
+
+    @property
+    def most_charges(self) -> int:
+        """One for every step."""
+        return self.steps
 
     @property
     def release(self) -> Release | None:
@@ -225,6 +226,15 @@ class Plan:
 
     def _shown_steps(self) -> list[int]:
         return sorted({0, self.steps // 2, self.steps - 1})
+
+
+def declared(size: int, batch_size: int, epochs: float) -> dict[str, Any]:
+    """The numbers of a plan from a size that is declared public."""
+    size, batch_size, epochs = count(size=size), count(batch_size=batch_size), positive(epochs=epochs)
+    if batch_size > size:
+        raise ValueError(f"batch_size must not exceed size, got {batch_size} > {size}.")
+    steps = math.floor(epochs * size / batch_size + 1e-9)
+    return {"sampling_prob": batch_size / size, "steps": steps, "expected_batch_size": batch_size}
 
 
 def _schedule(values: Iterable[float]) -> str:

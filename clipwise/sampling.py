@@ -58,6 +58,24 @@ class PoissonBatch:
         return "PoissonBatch()"
 
 
+class Coins:
+    """Secret uniform numbers with 53 bits, from a fresh key of the operating system.
+
+    >>> 0 <= Coins().uniform() < 1
+    True
+    """
+
+    def __init__(self) -> None:
+        """Draw a key."""
+        from randomgen import ChaCha
+
+        self._coins = np.random.Generator(ChaCha(key=secrets.randbits(256)))
+
+    def uniform(self) -> float:
+        """In [0, 1)."""
+        return float(self._coins.random())
+
+
 class PoissonSampler:
     """Secret coins: each of `size` records joins with probability q, independently, at every draw.
 

@@ -29,15 +29,19 @@ ALLOWED = {
     "accounting": {"_check", "errors", "accounting"},
     "engine": BASE | {"batch", "engine"},
     "plan": BASE | {"_show", "accounting", "rules", "thresholds"},
-    "ledger": {"_show", "errors", "plan"},
+    "ledger": {"_show", "errors"},
+    "tuning": BASE | {"_show", "accounting", "ledger", "plan", "sampling", "trials"},
+    "trials": BASE | {"noise", "plan", "training"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
     "guard": {"errors", "ledger"},
     "training": BASE | {"batch", "clipping", "engine", "guard", "ledger", "noise", "plan", "sampling", "thresholds"},
     "privatize": BASE | {"_show", "clipping", "engine", "guard", "ledger", "noise", "plan", "sampling", "training"},
     "checkpoint": {"errors", "thresholds", "training"},
-    "recipes": {"errors", "plan", "privatize", "training", "recipes"},
-    "cli": BASE | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"},
+    "recipes": {"errors", "plan", "privatize", "recipes", "rules", "thresholds", "training", "trials"},
+    "cli": BASE
+    | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training", "cli_tuning"},
+    "cli_tuning": BASE | {"_show", "accounting", "recipes", "rules", "tuning"},
 }
 
 

@@ -111,6 +111,13 @@ def rdp_accountant() -> Any:
     return dp_accounting.rdp.RdpAccountant()
 
 
+def pld_accountant() -> Any:
+    """dp-accounting's, for add-or-remove-one, on a grid of 1e-3."""
+    import dp_accounting
+
+    return dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
+
+
 class _LeftOutOrders(logging.Filter):
     """dp-accounting warns of every RDP order that it leaves out, which is sound: the bound is a minimum over orders."""
 

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from ..errors import BudgetExhausted
 from ..plan import Plan
 from ..privatize import privatize
+from ..rules import Abadi
+from ..thresholds import FixedThreshold
 from ..training import PrivateTraining
+from ..trials import Trial
 
 TRAIN_SIZE = 1_500
 _SPLIT_SEED = 0  # of the public split into training and test images
@@ -62,6 +65,43 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels, reduction="none")
 
 
+def trained(
+    plan: Plan,
+    lr: float,
+    ledger: str | Path | None = None,
+    progress: Callable[[PrivateTraining, int], None] | None = None,
+) -> PrivateTraining:
+    """The run itself."""
+    train, _ = load_digits()
+    model = digits_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    training = privatize(model, optimizer, plan, cross_entropy, ledger=ledger)
+    if training.ledger.charges >= plan.steps:
+        training.ledger.close()
+        raise BudgetExhausted(f"Ledger {ledger} is spent: nothing is left to train with. Give a new --ledger file.")
+    for number, batch in enumerate(training.batches(train), start=1):
+        training.step(batch)
+        if progress is not None:
+            progress(training, number)
+    return training
+
+
+def test_accuracy(model: nn.Module) -> float:
+    """On the held-out digits, which are declared public."""
+    _, (images, labels) = load_digits()
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).float().mean())
+
+
+test_accuracy.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name says
+
+
+def train_trial(trial: Trial) -> PrivateTraining:
+    """One run of a search over lr and clip_norm, for `tune`."""
+    rule, clip_norm = trial.candidate.get("rule", Abadi()), trial.candidate.get("clip_norm", 1.0)
+    return trained(trial.plan(rule=rule, threshold=FixedThreshold(clip_norm)), trial.candidate.get("lr", 0.2))
+
+
 def train_digits(
     plan: Plan,
     *,
@@ -72,21 +112,10 @@ def train_digits(
 ) -> RunResult:
     """Train on digits under `plan`; write a report to the folder `out`."""
     began = time.perf_counter()
-    train, (test_images, test_labels) = load_digits()
-    model = digits_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)  # before anything is spent
-    training = privatize(model, optimizer, plan, cross_entropy, ledger=ledger)
-    if training.ledger.charges >= plan.steps:
-        training.ledger.close()
-        raise BudgetExhausted(f"Ledger {ledger} is spent: nothing is left to train with. Give a new --ledger file.")
-    for number, batch in enumerate(training.batches(train), start=1):
-        training.step(batch)
-        if progress is not None:
-            progress(training, number)
-    with torch.no_grad():
-        accuracy = float((model(test_images).argmax(1) == test_labels).float().mean())
+    training = trained(plan, lr, ledger, progress)
+    accuracy, test_labels = test_accuracy(training.model), load_digits()[1][1]
     seconds = time.perf_counter() - began
     path = None if out is None else Path(out) / "report.json"
     report = None if path is None else str(path)

@@ -1,0 +1,106 @@
+"""One run of a search, as a worker does it: train under the given noise, score, and hand back only the outcome."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PlanMismatch
+from .noise import NoiseSource
+from .plan import Plan
+from .training import PrivateTraining
+
+Score = Callable[[nn.Module], Any]
+Train = Callable[["Trial"], PrivateTraining]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run is given: its candidate, the numbers that its plan must have, and a folder that is deleted after it.
+
+    Attributes:
+        candidate: the hyper-parameters of this run, by name.
+        numbers: σ, δ, q, T and the divisor of the plan: the same for every run of the search.
+        folder: for the run's own ledger and checkpoints; gone when the run is over.
+    """
+
+    candidate: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    folder: Path | None = None
+
+    def plan(self, **choices: Any) -> Plan:
+        """The plan of this run; `choices` may set rule and threshold, nothing that changes its cost."""
+        if wrong := choices.keys() - {"rule", "threshold"}:
+            raise PlanMismatch(
+                f"A trial's plan takes rule and threshold, not {', '.join(sorted(wrong))}: every run of a search must "
+                "cost the same, as the search was calibrated for it."
+            )
+        return Plan(**self.numbers, accountant="rdp", **choices)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gives back. Secret, unless it wins."""
+
+    score: float
+    candidate: Mapping[str, Any]
+    weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    asserted: Mapping[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class NoisyScore:
+    """A score that is itself released from private data: Σ of values in [0, 1], one per record, plus noise."""
+
+    noise_multiplier: float
+    size: float  # the declared divisor
+
+    def __call__(self, values: Any) -> float:
+        """Mean of the values, with noise on their sum; one record changes the sum by at most 1."""
+        given = torch.as_tensor(values, dtype=torch.float64).detach().cpu().flatten()
+        total = torch.where(torch.isfinite(given), given, 0.0).clamp(0, 1).sum()[None]
+        noised = NoiseSource().add_(
+            {"score": total}, sensitivity=1.0, noise_multiplier=self.noise_multiplier, sequence=0, stream="score"
+        )
+        return float(noised["score"]) / self.size
+
+
+def run_trial(train: Train, score: Score, noisy: NoisyScore | None, trial: Trial) -> Outcome:
+    """Train and score one candidate. A failure is an outcome too, the worst one: it must not stop the search."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            training = train(replace(trial, folder=Path(folder)))
+            _check(training, trial)
+            with torch.no_grad():
+                found = score(training.model)
+            value = float(found) if noisy is None else noisy(found)
+            weights = {name: x.detach().cpu().clone() for name, x in training.model.state_dict().items()}
+            asserted = dict(training.ledger.head["assertions"])
+            training.ledger.close()
+        return Outcome(-math.inf if math.isnan(value) else value, trial.candidate, weights, asserted)
+    except Exception as error:
+        return Outcome(-math.inf, trial.candidate, error=f"{type(error).__name__}: {error}")
+
+
+def _check(training: Any, trial: Trial) -> None:
+    """The run must have trained under the search's own numbers."""
+    if not isinstance(training, PrivateTraining):
+        raise TypeError(
+            f"train(trial) must return the PrivateTraining of privatize(model, optimizer, trial.plan(...), loss_fn), "
+            f"got {type(training).__name__}."
+        )
+    for name, wanted in trial.numbers.items():
+        if (used := getattr(training.plan, name)) != wanted:
+            raise PlanMismatch(
+                f"The run trained with {name}={used!r}, but the search allows {wanted!r}: use trial.plan()."
+            )
+    if training.plan.noise_decay != 1 or training.plan.adjacency != "add_or_remove_one":
+        raise PlanMismatch("The run's noise or adjacency is not the search's: use trial.plan().")
