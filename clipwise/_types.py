@@ -46,3 +46,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def unit_roundoff(dtype: torch.dtype) -> float:
     """The largest relative error of one correctly rounded operation in `dtype`."""
     return float(torch.finfo(dtype).eps) / 2
+
+
+def largest_batch(expected: float) -> float:
+    """A Poisson batch is larger than this with probability below 1e-15. Public."""
+    return 1.5 * expected + 64
+
+
+ROUNDINGS = 4  # how far, in units of u, one more example moves what another one contributes, by rounding alone

@@ -1,4 +1,4 @@
-"""The command line: train, epsilon, calibrate. Bad input gets one clear line and exit code 2."""
+"""The command line: train, tune, epsilon, calibrate. Bad input gets one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -240,6 +240,8 @@ def tune(
         search = digits_search(method, runs, _rule(rule, False), clip_norms, lrs, numbers)
         if not as_json:
             print(search.plan)
+        if out is not None and out.is_dir():
+            raise ValueError(f"--out must be a file, but {out} is a folder.")
         with Console(stderr=True).status("searching; how many runs there are is secret"):
             winner = search.run(ledger, out)
         _show(winner, as_json, search.text(winner))

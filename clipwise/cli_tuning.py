@@ -72,15 +72,16 @@ class DigitsSearch:
         """Run it; what comes back may be shown."""
         from .recipes import digits
 
-        if out is not None:
+        if out is not None:  # before anything is spent
             out.parent.mkdir(parents=True, exist_ok=True)
+            out.touch()
         winner = tune(
             digits.train_trial, self.space, self.plan, digits.test_accuracy, score_is_public=True, ledger=ledger
         )
         chosen = {k: repr(v) if k == "rule" else v for k, v in (winner.candidate or {}).items()}
         if out is not None and winner.candidate is not None:
             torch.save(winner.weights, out)
-        weights = None if out is None else str(out)
+        weights = None if out is None or winner.candidate is None else str(out)
         shown = {"candidate": chosen, "test_accuracy": winner.score, "epsilon": winner.epsilon, "delta": winner.delta}
         return {**shown, "weights": weights, "privacy_statement": winner.statement}
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from . import _check
-from ._types import ClippedSum, Engine, LossFn, sum_dtype, unit_roundoff
+from ._types import ROUNDINGS, ClippedSum, Engine, LossFn, sum_dtype, unit_roundoff
 from .batch import batch_size
 from .engine import Gradients, OpRule, Paths, Tape, exact_products, vmap_gradients
 from .errors import ParameterMismatch
-from .rules import PSAC, Groups, Rule
-
-_ROUNDINGS = 4  # roundings of the accumulated sum that one more example can change, per example, in units of u·S
+from .rules import PSAC, Groups, Rule, steepness_of
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -23,14 +21,15 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def with_rounding(sensitivity: float, dtypes: set[torch.dtype], examples: float) -> float:
+def with_rounding(sensitivity: float, dtypes: set[torch.dtype], examples: float, steepness: float = 1.0) -> float:
     """S plus what rounding can add: adding one example changes how the sum over all the others rounds.
 
     The sum of b clipped examples is at most b·S long and each of its entries is rounded relative to its
-    own size, so the change is of the order b·u·S; `_ROUNDINGS` is its constant (docs/engine.md).
+    own size, so the change is of the order b·u·S; ROUNDINGS is its constant (docs/engine.md). A rule whose weight
+    falls steeply makes `steepness` times as much of it.
     """
     u = max(unit_roundoff(sum_dtype(dtype)) for dtype in dtypes)
-    return sensitivity * (1 + _ROUNDINGS * u * max(examples, 1))
+    return sensitivity * (1 + ROUNDINGS * max(steepness, 1.0) * u * max(examples, 1))
 
 
 def narrowed(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +108,7 @@ def clipped_sum(
     groups = rule.groups(list(parameters))
     size = batch_size(batch)
     dtypes = {p.dtype for p in parameters.values()}
-    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), dtypes, size)
+    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), dtypes, size, steepness_of(rule))
     if size == 0:
         zeros = {n: torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=p.device) for n, p in parameters.items()}
         return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64), bound, torch.zeros(0))

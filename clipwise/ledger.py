@@ -24,6 +24,7 @@ from ._show import shown_delta, shown_epsilon
 from .errors import BudgetExhausted, LedgerError, PlanMismatch
 
 VERSION = 1
+_HERE = threading.local()  # charges that this thread has made, to whatever ledger
 _OPEN: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
 
 
@@ -55,6 +56,11 @@ class Budget(Protocol):
 
     def as_dict(self) -> dict[str, Any]:
         """All public numbers."""
+
+
+def charges_of_this_thread() -> int:
+    """How many charges this thread has made so far, to any ledger."""
+    return int(getattr(_HERE, "charges", 0))
 
 
 def _hashed(previous: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -314,6 +320,7 @@ class Ledger:
             self._reserved -= 1
             self._append({"kind": "charge", **details})
             self.charges += 1
+            _HERE.charges = charges_of_this_thread() + 1
             return self.charges
 
     def _append(self, body: dict[str, Any]) -> None:

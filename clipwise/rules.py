@@ -149,15 +149,29 @@ class Reparam(_AllLayers):
 
 @dataclass(frozen=True)
 class Global(_AllLayers):
-    """w(n) = 1 if n ≤ C else 0. Guarantee: n·w(n) ≤ C.
+    """w(n) = 1 if n ≤ C, falling to 0 at n = C·17/16. Guarantee: n·w(n) ≤ C.
 
-    >>> Global().weights(torch.tensor([1.0, 4.0]), 2.0)
-    tensor([1.0000, 0.0000])
+    A jump from 1 to 0 would let one example, whose presence changes how the others' norms round, switch all of those
+    at C on or off.
+
+    >>> Global().weights(torch.tensor([1.0, 2.0, 4.0]), 2.0)
+    tensor([1.0000, 1.0000, 0.0000])
     """
+
+    @property
+    def steepness(self) -> float:
+        """A relative change x of the norm changes the contribution by up to 17·x·C."""
+        return 17.0
 
     def weights(self, norms: Tensor, clip_norm: float) -> Tensor:
         """Keep or drop."""
-        return _guarded(norms, lambda n: (n <= clip_norm).to(n.dtype))
+        return _guarded(norms, lambda n: (17 - 16 * (n / clip_norm)).clamp(0.0, 1.0))
+
+
+def steepness_of(rule: Rule) -> float:
+    """By how much more than the norm itself a contribution changes with it: 1 for smooth rules."""
+    inner = rule.rule if isinstance(rule, PerLayer) else rule
+    return float(getattr(inner, "steepness", 1.0))
 
 
 def by_module(name: str) -> str:
@@ -236,7 +250,21 @@ def check_rule(rule: Rule, clip_norms: Sequence[float] = (1e-3, 0.1, 1.0, 1e3)) 
             finite = torch.isfinite(norms)
             assert (weights[~finite] == 0).all(), f"{rule}: an infinite or NaN norm has a weight"
             reach = torch.where(finite, norms, 0.0).double() * weights.double()
+            _check_steepness(rule, clip_norm, dtype, bound)
             worst = float(reach.max())
             assert worst <= bound, f"{rule}: n·w(n) = {worst} exceeds its sensitivity {bound} at clip_norm={clip_norm}"
     names = ["a.weight", "a.bias", "b.weight"]
     assert sorted(n for g in rule.groups(names) for n in g) == sorted(names), "groups must partition the parameters"
+
+
+def _check_steepness(rule: Rule, clip_norm: float, dtype: torch.dtype, bound: float) -> None:
+    """n·w(n) must not jump: rounding, which depends on who else is in the batch, would be enough to cross the jump."""
+    factors = torch.cat(
+        [1 + torch.linspace(-0.1, 0.1, 2001, dtype=torch.float64), torch.logspace(-3, 3, 6001).double()]
+    )
+    norms = (factors.sort().values * clip_norm).to(dtype)[:, None]
+    reach = norms.double() * rule.weights(norms, clip_norm).double()
+    apart = (norms.double().diff(dim=0) / norms.double()[1:]).squeeze(1)
+    allowed = bound * (2 * steepness_of(rule) * apart + 16 * unit_roundoff(dtype))
+    jump = reach.diff(dim=0).abs().squeeze(1)
+    assert (jump <= allowed).all(), f"{rule}: n·w(n) jumps near n = {float(norms[int((jump - allowed).argmax())]):g}"

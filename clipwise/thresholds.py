@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._check import between, clip_norm, count, open_unit, positive, probability
+from ._types import ROUNDINGS, largest_batch, unit_roundoff
 from .rules import Abadi, Global, PerLayer, Reparam, Rule
 
 SMALLEST, LARGEST = 1e-12, 1e12  # no clip norm leaves this range, whatever noise says
@@ -31,19 +32,35 @@ class State:
     clip_norm: float
     range: float = 0.0  # of the histogram, [0, range]
 
+    def __post_init__(self) -> None:
+        """Only numbers that a step can bear."""
+        clip_norm(clip_norm=self.clip_norm)
+        if not 0 <= self.range <= 1e15:
+            raise ValueError(f"range must lie in [0, 1e15], got {self.range!r}.")
+
 
 @dataclass(frozen=True)
 class Release:
-    """What a threshold releases beside the gradient: a vector, one example's influence on it, and its noise."""
+    """What a threshold releases beside the gradient: a vector, one example's influence on it, and its noise.
+
+    The sensitivity has room for rounding: one more example changes how the others' norms round, so observations must
+    be continuous in the norm, and `slope` is by how much one of them moves for a relative change of its norm.
+    """
 
     size: int
     sensitivity: float
-    noise: float  # standard deviation
+    noise_multiplier: float  # σ_H, in units of the sensitivity
 
     @property
-    def noise_multiplier(self) -> float:
-        """Noise in units of the sensitivity."""
-        return self.noise / self.sensitivity
+    def noise(self) -> float:
+        """The standard deviation."""
+        return self.noise_multiplier * self.sensitivity
+
+    @classmethod
+    def of(cls, size: int, reach: float, slope: float, noise: float, expected_batch_size: float) -> Release:
+        """`reach` bounds one example's own part; `noise` is the standard deviation for that part."""
+        rounding = slope * ROUNDINGS * unit_roundoff(torch.float32) * largest_batch(expected_batch_size)
+        return cls(size, reach + rounding, noise / reach)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +176,8 @@ _CLIPPING = (Abadi, Reparam, Global)
 class QuantileThreshold:
     """C follows a quantile of the norms (Andrew et al.): C ← C·exp(−η(b̃ − quantile)), b̃ the noisy share with n ≤ C.
 
+    An example counts as 1 below 31/32·C and falls to 0 at 33/32·C: a jump would make all of them depend on rounding.
+
     Guarantee: releases Σ(bᵢ − ½) + N(0, count_noise²), whose sensitivity is ½: the plan pays for it. The share is
     of the declared `expected_batch_size`, never of the realised count.
 
@@ -189,17 +208,20 @@ class QuantileThreshold:
     def release(self, expected_batch_size: float, noise_multiplier: float) -> Release | None:
         """One centred count."""
         noise = self.count_noise if self.count_noise is not None else expected_batch_size / 20
-        return Release(1, 0.5, noise)
+        return Release.of(1, 0.5, 17.0, noise, expected_batch_size)
 
     def observe(self, state: State, norms: Tensor, mask: Tensor) -> Tensor | None:
         """Σ(bᵢ − ½): an infinite or NaN norm is above every C."""
-        centred = torch.where(norms <= state.clip_norm, 0.5, -0.5)
-        return torch.where(mask, centred, 0.0).sum(dtype=torch.float64)[None]
+        below = (16.5 - 16 * (norms.double() / state.clip_norm)).clamp(0.0, 1.0)
+        centred = torch.where(torch.isfinite(norms), below, 0.0) - 0.5
+        return torch.where(mask, centred, 0.0).sum()[None]
 
     def update(self, state: State, released: Tensor | None, facts: Facts) -> State:
         """Geometric descent on the quantile."""
         assert released is not None
         share = float(released[0]) / facts.expected_batch_size + 0.5
+        if math.isnan(share):
+            return state
         exponent = min(max(-self.learning_rate * (share - self.quantile), -50.0), 50.0)
         return replace(state, clip_norm=_bounded(state.clip_norm * math.exp(exponent)))
 
@@ -218,7 +240,11 @@ def _only_scales(name: str, rule: Rule, goes_with: str = "Abadi(), Reparam() or 
 
 
 class _Histogram:
-    """What the two thresholds of DC-SGD share: a noisy histogram of norms over [0, range]."""
+    """What the two thresholds of DC-SGD share: a noisy histogram of norms over [0, range].
+
+    An example is one count, shared between the two bins whose middles are nearest to its norm (linear binning): a count
+    that jumped from bin to bin would jump for many examples at once when one more changes how their norms round.
+    """
 
     initial: float
     bins: int
@@ -232,16 +258,19 @@ class _Histogram:
             positive(histogram_noise=self.histogram_noise)
 
     def release(self, expected_batch_size: float, noise_multiplier: float) -> Release | None:
-        """One example changes one bin by one. Without a given noise: 5, 8 from σ = 2 on, 12 beyond 3 (DC-SGD)."""
+        """One example is one count. Without a given noise: 5, 8 from σ = 2 on, 12 beyond 3 (DC-SGD)."""
         usual = 5.0 if noise_multiplier < 2 else 8.0 if noise_multiplier <= 3 else 12.0
-        return Release(self.bins, 1.0, usual if self.histogram_noise is None else self.histogram_noise)
+        noise = usual if self.histogram_noise is None else self.histogram_noise
+        return Release.of(self.bins, 1.0, math.sqrt(2) * self.bins, noise, expected_batch_size)
 
     def observe(self, state: State, norms: Tensor, mask: Tensor) -> Tensor | None:
         """Counts per bin; norms beyond the range, infinite or NaN go to the last."""
-        place = norms.double() * (self.bins / state.range)
-        place = torch.where(torch.isfinite(place), place, float(self.bins)).clamp(0, self.bins - 1).long()
-        hit = place[:, None] == torch.arange(self.bins, device=norms.device)
-        return (hit & mask[:, None]).sum(0, dtype=torch.float64)
+        last = self.bins - 1
+        place = norms.double() * (self.bins / state.range) - 0.5  # in bins, from the middle of the first
+        place = torch.where(torch.isfinite(place), place, float(last)).clamp(0, last)
+        bins = torch.arange(self.bins, device=norms.device)
+        shared = (1 - (place[:, None] - bins).abs()).clamp(min=0)
+        return torch.where(mask[:, None], shared, 0.0).sum(0)
 
     def why_not(self, rule: Rule) -> str | None:
         """Reads the share or the error of Abadi's clipping."""
@@ -295,7 +324,7 @@ class MinErrorThreshold(_Histogram):
 
     E(C') = σ_T²·C'²·d/B² (noise) + Σ_k H_k·max(m_k − C', 0)² / S' (clipping), m_k the middle of bin k, over candidates
     i·C/10, i = 1 … 20, again around the first or the last if that is the best: at most 100 times, and never beyond
-    [SMALLEST, LARGEST].
+    [SMALLEST, LARGEST]. Bins that noise made negative count as empty, so that E is convex.
 
     Guarantee: as PercentileThreshold.
     """
@@ -305,8 +334,10 @@ class MinErrorThreshold(_Histogram):
     histogram_noise: float | None = None
 
     def __post_init__(self) -> None:
-        """Numbers in their ranges."""
+        """Numbers in their ranges; with fewer bins the range could not settle."""
         self._check()
+        if self.bins < 4:
+            raise ValueError(f"bins must be at least 4, got {self.bins!r}.")
 
     def init(self, facts: Facts) -> State:
         """C_0, and R_0 = b."""
@@ -317,7 +348,8 @@ class MinErrorThreshold(_Histogram):
         histogram = _usable(released)
         if histogram is None:
             return state
-        share = histogram / histogram.sum()
+        counts = np.maximum(histogram, 0)  # or the error would have no minimum, and C would fall to its bound
+        share = counts / counts.sum()
         middles = (np.arange(self.bins) + 0.5) * (state.range / self.bins)
         scale = max(state.range, state.clip_norm)  # errors in units of it: no overflow
         noise = (facts.gradient_noise_multiplier / facts.expected_batch_size) ** 2 * facts.dimension
@@ -330,7 +362,7 @@ class MinErrorThreshold(_Histogram):
             before, best = best, _bounded(float(candidates[chosen]))
             if 0 < chosen < 19 or best == before:
                 break
-        return State(best, _bounded(self._next_range(state.range, share)))
+        return State(best, _bounded(self._next_range(state.range, histogram / histogram.sum())))
 
     def _next_range(self, reach: float, share: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
         if share[-1] >= 0.5:

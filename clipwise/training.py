@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._check import clip_norm
-from ._types import Engine, LossFn
+from ._types import Engine, LossFn, largest_batch
 from .batch import batch_size, padded_slice
 from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding
 from .engine import Gradients, OpRule, Paths, Tape
@@ -24,6 +23,7 @@ from .guard import GUARDS, RUNS, StepGuard
 from .ledger import Ledger
 from .noise import NoiseSource
 from .plan import Plan
+from .rules import steepness_of
 from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, poisson_batches
 from .thresholds import Facts, State
 
@@ -129,7 +129,8 @@ class PrivateTraining:
 
     @threshold_state.setter
     def threshold_state(self, state: State) -> None:
-        clip_norm(clip_norm=state.clip_norm)
+        if (state.range > 0) != (self._threshold.range > 0):
+            raise ValueError(f"{state!r} does not belong to {self._plan.threshold!r}.")
         self._threshold = state
 
     def _facts(self) -> Facts:
@@ -141,12 +142,11 @@ class PrivateTraining:
         """The bound on one example's influence on a step's sum, rounding included. Public."""
         bound = self._plan.rule.sensitivity(self.clip_norm, len(self._groups))
         dtypes = {p.dtype for p in trainable(self._model).values()}
-        return with_rounding(bound, dtypes, self._largest_batch)
+        return with_rounding(bound, dtypes, self._largest_batch, steepness_of(self._plan.rule))
 
     @property
     def _largest_batch(self) -> float:
-        """A Poisson batch is larger than this with probability below 1e-15. Public."""
-        return 1.5 * self._plan.expected_batch_size + 64
+        return largest_batch(self._plan.expected_batch_size)
 
     def statement(self) -> dict[str, Any]:
         """What can be promised about the run so far, and what cannot."""

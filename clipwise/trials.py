@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import PlanMismatch
+from .errors import ClipwiseError, PlanMismatch
+from .ledger import charges_of_this_thread
 from .noise import NoiseSource
 from .plan import Plan
 from .training import PrivateTraining
@@ -53,7 +56,8 @@ class Outcome:
     candidate: Mapping[str, Any]
     weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
     asserted: Mapping[str, str] = field(default_factory=dict)
-    error: str | None = None
+    notes: tuple[str, ...] = ()
+    error: str | None = None  # without the words of an exception that may hold data
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class NoisyScore:
 
     def __call__(self, values: Any) -> float:
         """Mean of the values, with noise on their sum; one record changes the sum by at most 1."""
-        given = torch.as_tensor(values, dtype=torch.float64).detach().cpu().flatten()
+        given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+        if given.dim() != 1:
+            raise PlanMismatch(f"A private score needs one value per record, a vector; got {given.dim()} axes.")
         total = torch.where(torch.isfinite(given), given, 0.0).clamp(0, 1).sum()[None]
         noised = NoiseSource().add_(
             {"score": total}, sensitivity=1.0, noise_multiplier=self.noise_multiplier, sequence=0, stream="score"
@@ -75,25 +81,38 @@ class NoisyScore:
 
 def run_trial(train: Train, score: Score, noisy: NoisyScore | None, trial: Trial) -> Outcome:
     """Train and score one candidate. A failure is an outcome too, the worst one: it must not stop the search."""
+    folder = Path(tempfile.mkdtemp(dir=_made(trial.folder)))
+    before = charges_of_this_thread()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            training = train(replace(trial, folder=Path(folder)))
-            _check(training, trial)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # how often one is printed would tell how many runs there are
+            training = train(replace(trial, folder=folder))
+            _check(training, trial, charges_of_this_thread() - before)
             with torch.no_grad():
                 found = score(training.model)
             value = float(found) if noisy is None else noisy(found)
-            weights = {name: x.detach().cpu().clone() for name, x in training.model.state_dict().items()}
-            asserted = dict(training.ledger.head["assertions"])
-            training.ledger.close()
-        return Outcome(-math.inf if math.isnan(value) else value, trial.candidate, weights, asserted)
-    except Exception as error:
+        weights = {name: x.detach().cpu().clone() for name, x in training.model.state_dict().items()}
+        asserted, notes = dict(training.ledger.head["assertions"]), tuple(training.ledger.notes)
+        training.ledger.close()
+        return Outcome(-math.inf if math.isnan(value) else value, trial.candidate, weights, asserted, notes)
+    except ClipwiseError as error:
         return Outcome(-math.inf, trial.candidate, error=f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Outcome(-math.inf, trial.candidate, error=type(error).__name__)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(training: Any, trial: Trial) -> None:
-    """The run must have trained under the search's own numbers."""
+def _made(folder: Path | None) -> Path | None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)  # on a worker of another machine it is not there yet
+    return folder
+
+
+def _check(training: Any, trial: Trial, charges: int) -> None:
+    """The run must have trained once, in private, under the search's own numbers."""
     if not isinstance(training, PrivateTraining):
-        raise TypeError(
+        raise PlanMismatch(
             f"train(trial) must return the PrivateTraining of privatize(model, optimizer, trial.plan(...), loss_fn), "
             f"got {type(training).__name__}."
         )
@@ -104,3 +123,10 @@ def _check(training: Any, trial: Trial) -> None:
             )
     if training.plan.noise_decay != 1 or training.plan.adjacency != "add_or_remove_one":
         raise PlanMismatch("The run's noise or adjacency is not the search's: use trial.plan().")
+    if charges > trial.numbers["steps"]:
+        raise PlanMismatch(
+            f"One run of the search charged {charges} steps, but the search pays for {trial.numbers['steps']}: train "
+            "one model per trial."
+        )
+    if bad := training.ledger.head["assertions"].keys() & {"seed", "noise"}:
+        raise PlanMismatch(f"A run of a search must be private: leave out {' and '.join(sorted(bad))} in privatize().")

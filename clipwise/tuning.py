@@ -14,6 +14,9 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -26,13 +29,13 @@ from torch import Tensor
 from ._check import count, open_unit, positive, probability
 from ._show import shown_delta, shown_epsilon
 from .accounting.tuning import Search, calibrate_search, tuning_epsilon
-from .errors import TuningFailed
+from .errors import BudgetExhausted, TuningFailed
 from .ledger import Ledger
 from .plan import declared
 from .sampling import Coins
 from .trials import NoisyScore, Outcome, Score, Train, Trial, run_trial
 
-_DEATHS = 3  # how often one run is begun again after its worker died
+_DEATHS = 3  # how often runs are begun again when no worker lived to finish one
 
 
 @dataclass(frozen=True)
@@ -85,21 +88,24 @@ class TuningPlan:
 
     def __post_init__(self) -> None:
         """Check every number, then solve σ."""
-        positive(epsilon=self.epsilon)
-        open_unit(delta=self.delta)
-        probability(sampling_prob=self.sampling_prob)
-        count(steps=self.steps)
-        positive(expected_batch_size=self.expected_batch_size)
+        self._set("epsilon", positive(epsilon=self.epsilon))
+        self._set("delta", open_unit(delta=self.delta))
+        self._set("sampling_prob", probability(sampling_prob=self.sampling_prob))
+        self._set("steps", count(steps=self.steps))
+        self._set("expected_batch_size", positive(expected_batch_size=self.expected_batch_size))
         if (self.score_noise is None) != (self.score_size is None):
             raise ValueError("Give score_noise and score_size together: a noisy score needs both.")
         if self.score_noise is not None and self.score_size is not None:
-            positive(score_noise=self.score_noise)
-            positive(score_size=self.score_size)
+            self._set("score_noise", positive(score_noise=self.score_noise))
+            self._set("score_size", positive(score_size=self.score_size))
         release = {"sampling_prob": self.sampling_prob, "steps": self.steps, "delta": self.delta}
         sigma = calibrate_search(self.search, epsilon=self.epsilon, score_noise=self.score_noise, **release)  # type: ignore[arg-type]
-        object.__setattr__(self, "noise_multiplier", sigma)
+        self._set("noise_multiplier", sigma)
         spent = tuning_epsilon(self.search, noise_multiplier=sigma, score_noise=self.score_noise, **release)  # type: ignore[arg-type]
-        object.__setattr__(self, "spent", spent)
+        self._set("spent", spent)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def for_dataset(cls, *, size: int, batch_size: int, epochs: float, **others: Any) -> TuningPlan:
@@ -139,8 +145,8 @@ class TuningPlan:
             "unit": "one example; a person with several examples is NOT covered as one",
             "adjacency": "add_or_remove_one",
             "score": score,
-            "not_covered": "how long the search took, which hints at the secret number of runs; workers that die for "
-            "reasons that lie in the data",
+            "not_covered": "how long the search took, which hints at the secret number of runs; workers that die, or "
+            "runs that fail, for reasons that lie in the data; what train() and score() print or keep",
         }
 
     def __str__(self) -> str:
@@ -213,24 +219,56 @@ def tune(
             "score_size=...) for private data, whose score is then noised and paid for. Not both."
         )
     candidates = _checked(space, plan.search)
+    if executor is None:
+        _check_pickles(train, score)
+    noisy = None
+    if plan.score_noise is not None and plan.score_size is not None:
+        noisy = NoisyScore(plan.score_noise, plan.score_size)
     book = Ledger(plan, ledger, {"score": "declared to be public"} if score_is_public else {})
+    folder = Path(tempfile.mkdtemp(prefix="clipwise-search-"))
     try:
+        if book.charges:
+            raise BudgetExhausted(
+                f"Ledger {ledger} holds a search that is spent whole (epsilon={shown_epsilon(plan.spent)}). Another "
+                "search needs another ledger, and a budget of its own."
+            )
+        trials = _drawn(candidates, space, plan, Coins(), folder)
         book.reserve()
         book.commit(event="selection")
-        coins = Coins()
-        trials = _drawn(candidates, space, plan, coins)
-        noisy = None
-        if plan.score_noise is not None and plan.score_size is not None:
-            noisy = NoisyScore(plan.score_noise, plan.score_size)
         best = _best(trials, lambda trial: (run_trial, train, score, noisy, trial), executor)
+        for note in best.notes if best is not None else ():
+            book.note(f"the winner's run: {note}")
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         book.close()
+    return _released(plan, best, book)
+
+
+def _released(plan: TuningPlan, best: Outcome | None, book: Ledger) -> Winner:
     if best is not None and best.error is not None:
-        raise TuningFailed(f"Every run of the search failed; the selected one with {best.error}")
-    statement = plan.statement() | {"asserted_by_user": {**book.head["assertions"], **(best.asserted if best else {})}}
+        raise TuningFailed(
+            f"Every run of the search failed; the selected one with {best.error}. The search is charged. Try train() "
+            "on made-up data first: what an exception says about private records is not shown here."
+        )
+    asserted = {**book.head["assertions"], **(best.asserted if best is not None else {})}
+    statement = plan.statement() | {"asserted_by_user": asserted, "notes": list(book.notes)}
+    statement["certified"] = not asserted and not book.notes
+    if not statement["certified"]:
+        statement["guarantee"] += ", provided that what the user asserted is true"
     if best is None:
         return Winner(None, -math.inf, {}, plan.spent, plan.delta, statement)
     return Winner(best.candidate, best.score, best.weights, plan.spent, plan.delta, statement)
+
+
+def _check_pickles(train: Train, score: Score) -> None:
+    """Before anything is charged: worker processes get functions by name."""
+    try:
+        pickle.dumps((train, score))
+    except Exception as error:
+        raise TypeError(
+            f"train and score must be functions of a module, so that worker processes can import them ({error}). "
+            "Or pass executor=ThreadPoolExecutor(1)."
+        ) from error
 
 
 def _checked(space: Space, search: Search) -> list[dict[str, Any]] | None:
@@ -250,14 +288,17 @@ def _checked(space: Space, search: Search) -> list[dict[str, Any]] | None:
     return grid
 
 
-def _drawn(grid: list[dict[str, Any]] | None, space: Space, plan: TuningPlan, coins: Coins) -> list[Trial]:
+def _drawn(
+    grid: list[dict[str, Any]] | None, space: Space, plan: TuningPlan, coins: Coins, folder: Path
+) -> list[Trial]:
     """The secret draw: how many runs, and a candidate for each, independent of the data."""
     names = ("noise_multiplier", "delta", "sampling_prob", "steps", "expected_batch_size")
     numbers = {name: getattr(plan, name) for name in names}
     runs = plan.search.number_of_runs(coins.uniform())
     if grid is not None and plan.search.method == "composition":
-        return [Trial(candidate, numbers) for candidate in grid]
-    return [Trial({name: _chosen(v, coins.uniform()) for name, v in space.items()}, numbers) for _ in range(runs)]
+        return [Trial(candidate, numbers, folder) for candidate in grid]
+    drawn = [{name: _chosen(values, coins.uniform()) for name, values in space.items()} for _ in range(runs)]
+    return [Trial(candidate, numbers, folder) for candidate in drawn]
 
 
 def _chosen(values: Sequence[Any] | LogUniform, coin: float) -> Any:
@@ -269,37 +310,34 @@ def _best(
     call: Callable[[Trial], tuple[Any, ...]],
     executor: Executor | Callable[[], Executor] | None,
 ) -> Outcome | None:
-    """Run all trials; keep only the best outcome so far, the earliest drawn of equals."""
+    """Run all trials; keep only the best outcome so far, the earliest drawn of equals.
+
+    Runs whose worker died are begun again, all together, until nothing comes back any more.
+    """
     make = _processes if executor is None else executor if not isinstance(executor, Executor) else None
     workers: Executor = make() if make is not None else executor  # type: ignore[assignment]
-    waiting, deaths = dict(enumerate(trials)), dict.fromkeys(range(len(trials)), 0)
-    best: tuple[float, int, Outcome] | None = None
+    waiting, barren = dict(enumerate(trials)), 0
+    best: tuple[tuple[bool, float, int], Outcome] | None = None
     try:
         while waiting:
-            futures: dict[Future[Outcome], int] = {}
-            broken: BaseException | None = None
-            for number, trial in waiting.items():
-                try:
-                    futures[workers.submit(*call(trial))] = number
-                except BrokenExecutor as error:
-                    broken = error
-                    break
-            for future in as_completed(futures):
-                number = futures[future]
+            before = len(waiting)
+            futures, broken = _submitted(workers, waiting, call)
+            for future in as_completed(list(futures)):
+                number = futures.pop(future)
                 try:
                     outcome = future.result()
                 except Exception as error:  # run_trial catches its own: this is the worker or its machine
                     broken = error
-                    deaths[number] += 1
-                    if deaths[number] > _DEATHS:
-                        raise TuningFailed(
-                            f"A run was begun {_DEATHS + 1} times, and its worker died every time "
-                            f"({type(error).__name__}). The search is charged."
-                        ) from error
                     continue
                 del waiting[number]
-                if best is None or (outcome.score, -number) > (best[0], -best[1]):
-                    best = (outcome.score, number, outcome)
+                place = (outcome.error is None, outcome.score, -number)
+                if best is None or place > best[0]:
+                    best = (place, outcome)
+            barren = barren + 1 if len(waiting) == before else 0
+            if barren > _DEATHS or isinstance(broken, (pickle.PicklingError, TypeError, AttributeError)):
+                raise TuningFailed(
+                    f"Workers cannot run the search ({type(broken).__name__}). The search is charged."
+                ) from broken
             if isinstance(broken, BrokenExecutor):
                 if make is None:
                     raise TuningFailed(
@@ -311,7 +349,19 @@ def _best(
     finally:
         if make is not None:
             workers.shutdown(wait=True, cancel_futures=True)
-    return None if best is None else best[2]
+    return None if best is None else best[1]
+
+
+def _submitted(
+    workers: Executor, waiting: Mapping[int, Trial], call: Callable[[Trial], tuple[Any, ...]]
+) -> tuple[dict[Future[Outcome], int], BaseException | None]:
+    futures: dict[Future[Outcome], int] = {}
+    for number, trial in waiting.items():
+        try:
+            futures[workers.submit(*call(trial))] = number
+        except BrokenExecutor as error:
+            return futures, error
+    return futures, None
 
 
 def _processes() -> Executor:

@@ -53,6 +53,14 @@ GOOD = ("--sampling-prob", "0.1", "--steps", "10", "--delta", "1e-5")
     "args",
     [
         ("epsilon", "--noise-multiplier", "0", *GOOD),
+        ("tune", "digits", "--clip-norms", "1,x"),
+        ("tune", "digits", "--method", "guess"),
+        ("tune", "mnist"),
+        ("tune", "digits", "--out", "."),
+        ("tune", "digits", "--method", "composition", "--runs", "3", "--clip-norms", "1,2"),
+        ("train", "digits", "--threshold", "min-error"),
+        ("train", "digits", "--threshold", "none"),
+        ("calibrate", "--epsilon", "1", *GOOD, "--tuning", "0"),
         ("epsilon", "--noise-multiplier", "nan", *GOOD),
         ("epsilon", "--noise-multiplier", "many", *GOOD),
         ("epsilon", "--noise-multiplier", "1", "--sampling-prob", "2", "--steps", "10", "--delta", "1e-5"),
@@ -78,3 +86,35 @@ def test_bad_input_gets_one_clear_line_and_exit_code_2(args):
 def test_help_and_version():
     assert "calibrate" in clipwise("--help").stdout
     assert clipwise("--version").stdout.startswith("clipwise ")
+
+
+def test_what_tuning_costs():
+    numbers = ("--epsilon", "3", "--sampling-prob", "0.01", "--steps", "100", "--delta", "1e-5", "--tuning", "10")
+    rows = json.loads(clipwise("calibrate", *numbers, "--json").stdout)["tuning"]
+    assert [row["runs"] for row in rows] == [1, 10, 10, 20, 10, 10, 10]
+    free = rows[0]["noise_multiplier"]
+    assert all(row["noise_multiplier"] > free and row["run_epsilon"] < 3 for row in rows[1:])
+    text = clipwise("calibrate", *numbers).stdout
+    assert "no tuning: PSAC" in text
+    assert "Liu-Talwar" in text
+
+
+def test_tune_digits_releases_the_winner_only(tmp_path):
+    ledger, out = tmp_path / "search.ledger", tmp_path / "w" / "winner.pt"
+    options = ("--steps", "5", "--method", "composition", "--runs", "2", "--clip-norms", "0.5,1")
+    done = clipwise("tune", "digits", *options, "--json", "--ledger", str(ledger), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["candidate"]["clip_norm"] in (0.5, 1.0)
+    assert shown["epsilon"] <= 3
+    assert out.exists()
+    again = clipwise("tune", "digits", *options, "--ledger", str(ledger))
+    assert again.returncode == 2
+    assert "spent whole" in again.stderr
+
+
+@pytest.mark.parametrize("threshold", ["decay", "quantile", "percentile", "min-error"])
+def test_train_with_thresholds(threshold, tmp_path):
+    done = clipwise("train", "digits", "--steps", "3", "--rule", "abadi", "--threshold", threshold, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Threshold(" in done.stdout

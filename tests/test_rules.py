@@ -146,3 +146,12 @@ def test_bad_numbers_are_refused(make):
 def test_bool_and_str_are_not_numbers(value):
     with pytest.raises(TypeError, match="must be a number"):
         cw.FixedThreshold(value)
+
+
+def test_check_rule_finds_a_jump():
+    class Jumping(cw.Abadi):
+        def weights(self, norms, clip_norm):
+            return torch.where(norms <= clip_norm, 1.0, 0.0).to(norms.dtype) * (1 - 1e-6)
+
+    with pytest.raises(AssertionError, match="jumps near"):
+        cw.check_rule(Jumping())

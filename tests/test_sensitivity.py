@@ -284,3 +284,24 @@ def test_float32_norms_of_wide_layers_are_bounds_within_one_percent():
         truth = torch.einsum("bgtp,bgtd->bpd", left.double(), right.double()).flatten(1).norm(dim=1)
         assert (bound >= truth).all()
         assert (bound <= truth * 1.01).all()
+
+
+@pytest.mark.parametrize("rule", [cw.Abadi(), cw.Global(), cw.PSAC()], ids=repr)
+@pytest.mark.parametrize("size", [3, 7, 11])
+def test_copies_of_one_record_at_the_clip_norm(rule, size):
+    """Norms round differently in batches of another size: no rule may turn that into a jump of everybody."""
+    from clipwise.recipes.digits import cross_entropy, digits_model
+
+    torch.manual_seed(0)
+    model = digits_model()
+    record, label = torch.randn(1, 64), torch.tensor([1])
+
+    def found(count, clip_norm):
+        batch = (record.expand(count, -1).contiguous(), label.expand(count).contiguous())
+        return cw.clipped_sum(model, cross_entropy, batch, rule, clip_norm)
+
+    norms = [float(found(n, 1.0).norms[0]) for n in (size, size + 1)]
+    for clip_norm in (*norms, sum(norms) / 2):
+        less, more = found(size, clip_norm), found(size + 1, clip_norm)
+        change = sum(float((more.grads[k] - less.grads[k]).double().square().sum()) for k in less.grads) ** 0.5
+        assert change <= more.sensitivity

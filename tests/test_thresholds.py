@@ -25,7 +25,7 @@ THRESHOLDS = [
     cw.PercentileThreshold(0.7),
     cw.PercentileThreshold(0.5, initial_range=1.0, bins=7),
     cw.MinErrorThreshold(),
-    cw.MinErrorThreshold(initial=1e-3, bins=5, histogram_noise=20),
+    cw.MinErrorThreshold(initial=1e-3, bins=5, histogram_noise=2),
 ]
 HISTOGRAMS = [cw.PercentileThreshold(), cw.MinErrorThreshold()]
 
@@ -57,9 +57,30 @@ def test_check_threshold_finds_a_padded_row_and_a_runaway():
         def observe(self, state, norms, mask):
             return 2 * super().observe(state, norms, mask)
 
-    for broken, message in ((Padded(), "padding"), (Runaway(), "bounds"), (TwoBins(), "changes the release")):
+    class Jumping(cw.QuantileThreshold):
+        def observe(self, state, norms, mask):
+            return torch.where(mask, torch.where(norms <= state.clip_norm, 0.5, -0.5), 0.0).double().sum()[None]
+
+    cases = ((Padded(), "padding"), (TwoBins(), "changes the release"), (Jumping(), "jumps at norm"))
+    for broken, message in cases:
         with pytest.raises(AssertionError, match=message):
             cw.check_threshold(broken)
+    with pytest.raises((AssertionError, ValueError)):
+        cw.check_threshold(Runaway())
+
+
+@pytest.mark.parametrize("threshold", [t for t in THRESHOLDS if t.release(200, 1.0)], ids=repr)
+def test_rounding_of_all_norms_stays_within_the_declared_sensitivity(threshold):
+    """One more example changes how the others' norms round, all at once; a jump there would move everybody."""
+    state = threshold.init(FACTS)
+    release = threshold.release(BATCH, 1.0)
+    everyone = torch.ones(BATCH + 1, dtype=torch.bool)
+    for place in torch.linspace(0.01, 2, 200, dtype=torch.float64):
+        norm = place * max(state.clip_norm, state.range)
+        without = threshold.observe(state, torch.full((BATCH,), float(norm), dtype=torch.float64), everyone[1:])
+        moved = torch.full((BATCH + 1,), float(norm) * (1 + 4 * 2**-24), dtype=torch.float64)
+        change = float((threshold.observe(state, moved, everyone) - without).norm())
+        assert change <= release.sensitivity
 
 
 @given(
@@ -67,13 +88,19 @@ def test_check_threshold_finds_a_padded_row_and_a_runaway():
     reach=st.floats(1e-12, 1e12),
 )
 def test_histogram_is_the_loop_over_single_examples(norms, reach):
+    """Linear binning: one count per example, shared between the two nearest middles."""
     threshold = cw.PercentileThreshold(bins=BINS)
     expected = [0.0] * BINS
     for n in norms:
-        expected[min(BINS - 1, math.floor(n * (BINS / reach))) if math.isfinite(n * (BINS / reach)) else BINS - 1] += 1
+        place = n * (BINS / reach) - 0.5
+        place = min(max(place, 0.0), BINS - 1.0) if math.isfinite(place) else BINS - 1.0
+        left = min(math.floor(place), BINS - 2)
+        expected[left] += 1 - (place - left)
+        expected[left + 1] += place - left
     mask = torch.ones(len(norms), dtype=torch.bool)
     found = threshold.observe(State(1.0, reach), torch.tensor(norms, dtype=torch.float64), mask)
-    assert found.tolist() == expected
+    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+    assert float(found.sum()) == pytest.approx(len(norms))
 
 
 def share_within(percentile, noise, bins, trials=200):
@@ -188,13 +215,13 @@ def test_sigma_is_split_so_that_it_adds_up(total, other):
 def test_the_quantile_counts_with_sensitivity_one_half():
     plan = split_plan(threshold=cw.QuantileThreshold(count_noise=5.0))
     assert plan.gradient_noise_multiplier == pytest.approx((plan.noise_multiplier**-2 - 10.0**-2) ** -0.5)
-    assert split_plan(threshold=cw.QuantileThreshold()).release.noise == 600 / 20
+    assert split_plan(threshold=cw.QuantileThreshold()).release.noise_multiplier == 2 * 600 / 20
 
 
 @pytest.mark.parametrize(("sigma", "noise"), [(1.0, 5), (2.0, 8), (3.0, 8), (3.1, 12)])
 def test_histogram_noise_follows_the_paper(sigma, noise):
     plan = split_plan(noise_multiplier=sigma, steps=5, threshold=cw.MinErrorThreshold())
-    assert plan.release.noise == noise
+    assert plan.release.noise_multiplier == noise
 
 
 def test_a_threshold_that_takes_the_whole_budget_is_refused():
@@ -233,6 +260,7 @@ def test_a_small_batch_is_warned_of():
         lambda: cw.QuantileThreshold(count_noise=math.nan),
         lambda: cw.PercentileThreshold(0.0),
         lambda: cw.PercentileThreshold(bins=1),
+        lambda: cw.MinErrorThreshold(bins=3),
         lambda: cw.PercentileThreshold(initial_range=math.inf),
         lambda: cw.MinErrorThreshold(initial=math.nan),
         lambda: cw.MinErrorThreshold(histogram_noise=0),
@@ -311,15 +339,29 @@ def test_training_with_every_threshold(threshold, optimizer, microbatch):
         assert len(set(norms)) > 1
 
 
-@pytest.mark.parametrize("threshold", [t for t in THRESHOLDS if t.release(200, 1.0)], ids=repr)
-def test_microbatches_and_padding_observe_the_same(threshold):
-    def after_one_step(microbatch):
-        quiet = threshold_plan(threshold)
-        training = make(quiet, microbatch=microbatch, sampling="asserted", seed=1)
-        training.step((X, Y))
-        return training.threshold_state
+def observed(training, batch):
+    """What the threshold sees of one step, before noise."""
+    seen = []
+    add_ = training._noise.add_
 
-    assert after_one_step(None) == after_one_step(7) == after_one_step(64)
+    def watched(values, **numbers):
+        if numbers["stream"] == "threshold":
+            seen.append(values["observed"].clone())
+        return add_(values, **numbers)
+
+    training._noise.add_ = watched
+    training.step(batch)
+    return seen[0]
+
+
+@pytest.mark.parametrize("threshold", [t for t in THRESHOLDS if t.release(200, 1.0)], ids=repr)
+@pytest.mark.parametrize("microbatch", [None, 7, 64])
+def test_microbatches_and_padding_observe_the_same(threshold, microbatch):
+    training = make(threshold_plan(threshold), sampling="asserted", microbatch=microbatch)
+    norms = cw.clipped_sum(training.model, losses, (X, Y), cw.Abadi()).norms
+    everyone = torch.ones(len(X), dtype=torch.bool)
+    expected = threshold.observe(training.threshold_state, norms, everyone)
+    torch.testing.assert_close(observed(training, (X, Y)), expected, rtol=0, atol=1e-4)
 
 
 def test_observation_and_gradient_have_streams_of_their_own(monkeypatch):
@@ -338,7 +380,8 @@ def test_observation_and_gradient_have_streams_of_their_own(monkeypatch):
     gradient = [(n, s) for stream, n, s, _ in seen if stream == "gradient"]
     assert gradient == [(n, plan.gradient_noise_multiplier) for n in range(1, plan.steps + 1)]
     other = [(n, s, bound) for stream, n, s, bound in seen if stream == "threshold"]
-    assert other == [(n, 5.0, 1.0) for n in range(1, plan.steps + 1)]
+    assert other == [(n, 5.0, plan.release.sensitivity) for n in range(1, plan.steps + 1)]
+    assert 1 < plan.release.sensitivity < 1.01
 
 
 def test_the_noise_of_each_step_follows_the_schedule(monkeypatch):
@@ -359,14 +402,14 @@ def test_an_empty_batch_is_noise_for_the_threshold_too(threshold):
     assert SMALLEST <= training.clip_norm <= LARGEST
 
 
-def test_a_nan_record_is_counted_once_and_moves_nothing_else():
-    clean = make(threshold_plan(cw.MinErrorThreshold()), sampling="asserted", seed=3)
-    bad = make(threshold_plan(cw.MinErrorThreshold()), sampling="asserted", seed=3)
+def test_a_nan_record_is_one_count_in_the_last_bin():
     x = X.clone()
     x[0] = math.nan
-    clean.step((X, Y))
-    bad.step((x, Y))
-    assert torch.isfinite(weights(bad)).all()
+    training = make(threshold_plan(cw.MinErrorThreshold()), sampling="asserted")
+    rest = observed(make(threshold_plan(cw.MinErrorThreshold()), sampling="asserted"), (X[1:], Y[1:]))
+    rest[-1] += 1
+    torch.testing.assert_close(observed(training, (x, Y)), rest, rtol=0, atol=1e-4)
+    assert torch.isfinite(weights(training)).all()
 
 
 def test_checkpoints_carry_the_threshold(tmp_path):
@@ -393,6 +436,75 @@ def test_a_resumed_decay_goes_on_where_it_was(tmp_path):
     training.ledger.close()
     again = make(plan, ledger=tmp_path / "run.ledger")
     assert again.clip_norm == pytest.approx(0.5**0.25)
+
+
+def test_loading_does_not_turn_a_decay_back(tmp_path):
+    plan = make_plan(threshold=cw.DecayThreshold(1.0, 1e-3), steps=10)
+    training = make(plan, ledger=tmp_path / "run.ledger")
+    for number, batch in enumerate(training.batches((X, Y)), start=1):
+        training.step(batch)
+        if number == 1:
+            cw.save_checkpoint(training, tmp_path / "c.pt")
+        if number == 7:
+            break
+    training.ledger.close()
+    again = make(plan, ledger=tmp_path / "run.ledger")
+    cw.load_checkpoint(again, tmp_path / "c.pt")
+    assert again.clip_norm == pytest.approx(1e-3**0.7)
+
+
+def test_the_schedule_counts_charges_after_failures_resumes_and_copies(tmp_path, monkeypatch):
+    import copy
+
+    plan = make_plan(noise_decay=0.25, steps=6)
+    used = []
+
+    def watched(training):
+        add_ = training._noise.add_
+        training._noise.add_ = lambda v, **n: used.append((n["sequence"], n["noise_multiplier"])) or add_(v, **n)
+        return training
+
+    def sometimes(model, batch, failing=[True]):  # noqa: B006
+        if failing and len(batch[0]) != 2:  # not the probes
+            failing.pop()
+            raise RuntimeError("once")
+        return losses(model, batch)
+
+    training = watched(make(plan, sometimes, ledger=tmp_path / "run.ledger", preflight=False))
+    batches = training.batches((X, Y))
+    with pytest.raises(RuntimeError, match="once"):
+        training.step(next(batches))
+    training.step(next(training.batches((X, Y))))
+    twin = watched(copy.deepcopy(training))
+    twin.step(next(twin.batches((X, Y))))
+    training.ledger.close()
+    again = watched(make(plan, ledger=tmp_path / "run.ledger", preflight=False))
+    again.step(next(again.batches((X, Y))))
+    assert used == [(n, plan.gradient_noise_multiplier_at(n - 1)) for n in (2, 3, 4)]
+
+
+def test_states_of_another_threshold_are_refused():
+    training = make(threshold_plan(cw.MinErrorThreshold()))
+    for bad in (lambda: State(1.0), lambda: State(math.nan, 1.0), lambda: State(1.0, math.inf)):
+        with pytest.raises(ValueError, match=r"must lie|does not belong|must be"):
+            training.threshold_state = bad()
+
+
+def test_least_error_never_falls_to_its_bound():
+    """Bins that noise made negative would leave the error without a minimum."""
+    rng = np.random.default_rng(0)
+    threshold = cw.MinErrorThreshold(histogram_noise=12.0)
+    state = threshold.init(FACTS)
+    for _ in range(500):
+        state = threshold.update(state, released(threshold, state, np.abs(rng.normal(1, 0.3, BATCH)), 12.0, rng), FACTS)
+        assert state.clip_norm > 1e-3
+
+
+def test_replace_one_pays_for_the_threshold_too():
+    plain = split_plan(adjacency="replace_one", steps=3, threshold=cw.FixedThreshold())
+    moving = split_plan(adjacency="replace_one", steps=3)
+    assert moving.epsilon == plain.epsilon
+    assert moving.gradient_noise_multiplier > plain.gradient_noise_multiplier
 
 
 def test_a_copy_keeps_the_threshold():

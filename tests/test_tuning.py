@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,9 +19,10 @@ from test_training import X, Y, losses
 from torch import nn
 
 import clipwise as cw
-from clipwise import errors, tuning
+from clipwise import errors
 from clipwise.accounting.tuning import METHODS
 from clipwise.sampling import Coins
+from clipwise.trials import NoisyScore
 
 RUN = {"sampling_prob": 0.01, "steps": 1000, "delta": 1e-5}
 NUMBERS = {"epsilon": 3.0, "delta": 1e-4, "sampling_prob": 0.25, "steps": 3, "expected_batch_size": 10}
@@ -103,6 +105,7 @@ def test_an_impossible_search_says_so():
         {"method": "composition", "runs": 2.5},
         {"shape": -1},
         {"shape": math.inf},
+        {"shape": 1e-9},
         {"accountant": "gdp"},
         {"accountant": "pld"},
     ],
@@ -163,6 +166,13 @@ def test_any_coin_gives_a_number_of_runs(coin, runs, method):
         assert found == runs
 
 
+@pytest.mark.parametrize("shape", [0, 1e-6, 1e-3, 1, 50])
+def test_extreme_coins_give_reasonable_numbers(shape):
+    search = cw.Search(runs=3, shape=shape)
+    assert search.number_of_runs(1 - 2**-53) < 10_000
+    assert search.number_of_runs(0.0) == 1
+
+
 def test_coins_differ_between_searches():
     assert len({Coins().uniform() for _ in range(50)}) == 50
 
@@ -219,11 +229,15 @@ def test_a_random_number_of_runs(method, threads, monkeypatch):
     monkeypatch.setattr(cw.Search, "number_of_runs", lambda self, coin: number.append(chosen(self, 0.7)) or number[-1])
     space = {"mark": cw.LogUniform(0.1, 10.0), "lr": [0.1, 0.2]}
     searched = plan(search=cw.Search(runs=2, method=method))
-    winner = cw.tune(train, space, searched, mark, score_is_public=True, executor=threads)
+    marks = []
+    score = lambda model: marks.append(mark(model)) or marks[-1]  # noqa: E731
+    winner = cw.tune(train, space, searched, score, score_is_public=True, executor=threads)
+    assert len(marks) == number[0]
+    assert winner.score == max(marks)
     assert 0.1 <= winner.candidate["mark"] <= 10
     assert winner.score == pytest.approx(winner.candidate["mark"], rel=1e-6)
     assert len(number) == 1
-    assert winner.statement == searched.statement() | {"asserted_by_user": {"score": "declared to be public"}}
+    assert number[0] not in [v for v in winner.statement.values() if v != searched.steps]
 
 
 def test_no_run_at_all_is_an_outcome(threads, monkeypatch):
@@ -241,7 +255,7 @@ def test_the_ledger_holds_one_selection_and_refuses_another(tmp_path, threads):
     assert [line["kind"] for line in lines] == ["plan", "charge"]
     assert lines[1]["event"] == "selection"
     assert "mark" not in path.read_text()
-    with pytest.raises(errors.BudgetExhausted):
+    with pytest.raises(errors.BudgetExhausted, match="spent whole"):
         search_marks(threads, ledger=path)
 
 
@@ -316,6 +330,12 @@ def test_a_private_score_is_noised_and_bounded(threads):
     def huge(model):
         return torch.full((40,), 1e9)
 
+    noise = NoisyScore(3.0, 1.0)
+    sums = [noise(torch.full((50,), 2.0)) for _ in range(4000)]  # values are clamped to 1
+    assert np.mean(sums) == pytest.approx(50, abs=0.25)
+    assert np.std(sums) == pytest.approx(3.0, rel=0.05)
+    with pytest.raises(errors.PlanMismatch, match="one value per record"):
+        noise(torch.ones(4, 5))
     scores = [
         cw.tune(train, {"lr": [0.1, 0.2, 0.3]}, noisy, huge, executor=threads).score for _ in range(3)
     ]  # fmt: skip
@@ -348,12 +368,15 @@ def processes():
 
 def test_a_dead_process_is_replaced_and_its_run_repeated(tmp_path, monkeypatch):
     monkeypatch.setenv("CLIPWISE_TEST_FOLDER", str(tmp_path))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     winner = cw.tune(
         dying, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True, executor=processes, ledger=tmp_path / "l"
     )
     assert (tmp_path / "died").exists()
     assert winner.candidate == {"mark": 3.0}
     assert cw.read_ledger(tmp_path / "l").charges == 1
+    assert not list((tmp_path / "temporary").iterdir())  # nothing of the run that was killed is left
 
 
 def test_a_broken_executor_that_cannot_be_made_again(tmp_path, monkeypatch):
@@ -367,7 +390,7 @@ def test_a_run_that_always_kills_its_worker_ends_the_search(monkeypatch):
         def submit(self, *args, **kwargs):
             return super().submit(lambda: (_ for _ in ()).throw(OSError("gone")))
 
-    with pytest.raises(errors.TuningFailed, match="died every time"):
+    with pytest.raises(errors.TuningFailed, match="Workers cannot run the search"):
         search_marks(Dead(1))
 
 
@@ -387,7 +410,66 @@ def test_a_cluster_of_two_workers_one_of_which_is_killed(tmp_path, monkeypatch):
 def test_processes_by_default():
     winner = cw.tune(train, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True)
     assert winner.candidate == {"mark": 3.0}
-    assert tuning._DEATHS >= 1
+
+
+def test_functions_that_processes_cannot_import_are_refused_before_the_charge(tmp_path):
+    with pytest.raises(TypeError, match="functions of a module"):
+        cw.tune(lambda t: train(t), {"mark": [1.0]}, plan(search=cw.Search(runs=2)), mark, score_is_public=True,
+                ledger=tmp_path / "l")  # fmt: skip
+    assert not (tmp_path / "l").exists()
+
+
+def seeded(trial):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return cw.privatize(model, optimizer, trial.plan(), losses, seed=7)
+
+
+def twice(trial):
+    train(trial)
+    return train(cw.Trial(trial.candidate, trial.numbers, trial.folder.parent))
+
+
+@pytest.mark.parametrize(("wrong", "why"), [(seeded, "must be private: leave out seed"), (twice, "charged 6 steps")])
+def test_runs_that_are_not_what_was_paid_for_are_refused(wrong, why, threads):
+    with pytest.raises(errors.TuningFailed, match=why):
+        cw.tune(wrong, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True, executor=threads)
+
+
+def telling(trial):
+    raise ValueError("cannot parse record 17: 0.619")
+
+
+def test_failures_do_not_quote_records(threads):
+    with pytest.raises(errors.TuningFailed, match="ValueError") as caught:
+        cw.tune(telling, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True, executor=threads)
+    assert "record 17" not in str(caught.value)
+
+
+def test_a_failed_run_ranks_below_a_run_without_a_score(threads):
+    def nowhere(model):
+        return math.nan
+
+    winner = cw.tune(failing, {"mark": [3.0, 1.0, 2.0]}, plan(), nowhere, score_is_public=True, executor=threads)
+    assert winner.candidate == {"mark": 1.0}
+    assert not winner.statement["certified"]
+
+
+def test_many_dying_workers_do_not_end_a_search_that_goes_on(tmp_path, monkeypatch):
+    """Every run kills its worker once: progress is made all the same."""
+    monkeypatch.setenv("CLIPWISE_TEST_FOLDER", str(tmp_path))
+    space = {"mark": [float(k) for k in range(5)]}
+    searched = plan(search=cw.Search(runs=5, method="composition"))
+    winner = cw.tune(dying_once, space, searched, mark, score_is_public=True, executor=processes)
+    assert winner.candidate == {"mark": 4.0}
+
+
+def dying_once(trial):
+    marker = Path(os.environ["CLIPWISE_TEST_FOLDER"]) / f"died-{trial.candidate['mark']}"
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train(trial)
 
 
 def test_the_statement_reads_aloud():

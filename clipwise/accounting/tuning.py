@@ -20,6 +20,7 @@ from .calibrate import solve_for
 from .events import StepEvent
 
 METHODS = ("composition", "liu-talwar", "negative-binomial", "poisson")
+_LEAST_DELTA = 1e-12
 _LT_DELTA = 1e-20  # δ₂: the chance that Liu & Talwar's loop is cut off
 
 
@@ -47,8 +48,8 @@ class Search:
             count(runs=self.runs)
         elif not 1 <= positive(runs=self.runs) <= 500:
             raise ValueError(f"runs, the mean number of runs, must lie in [1, 500], got {self.runs!r}.")
-        if isinstance(self.shape, bool) or not 0 <= self.shape <= 100:
-            raise ValueError(f"shape must lie in [0, 100], got {self.shape!r}.")
+        if isinstance(self.shape, bool) or not (self.shape == 0 or 1e-6 <= self.shape <= 100):
+            raise ValueError(f"shape must be 0 or lie in [1e-6, 100], got {self.shape!r}.")
         if self.accountant != "rdp" and self.method != "composition":
             raise ValueError(f"method={self.method!r} is accounted by RDP only: leave accountant='rdp'.")
 
@@ -72,7 +73,7 @@ class Search:
         if self.shape == 0:
             first = (1 - gamma) / math.log(1 / gamma)
         else:
-            first = self.shape * (1 - gamma) / (gamma**-self.shape - 1)
+            first = self.shape * (1 - gamma) / math.expm1(-self.shape * math.log(gamma))
         return _quantile(coin, 1, first, lambda k: (1 - gamma) * (k - 1 + self.shape) / k)
 
     @property
@@ -83,8 +84,10 @@ class Search:
     @property
     def _gamma(self) -> float:
         """The parameter of the negative binomial whose mean is at most `runs`."""
-        if self.runs == 1:
+        if self.runs < 1 + 1e-6:
             return 1.0
+        if self.shape == 1:
+            return 1 / self.runs
         low, high = 0.0, 1.0  # the mean falls with γ, from infinity to 1
         for _ in range(200):
             middle = (low + high) / 2
@@ -107,9 +110,11 @@ class Search:
 def _quantile(coin: float, start: int, first: float, ratio: Any) -> int:
     """The least k with P[K ≤ k] > coin, where P[k + 1] = P[k]·ratio(k + 1)."""
     k, mass, total = start, first, first
-    while coin >= total and mass > 0 and k < 10**7:
+    while coin >= total:
         k += 1
         mass *= ratio(k)
+        if total + mass == total and k > start + 2 and ratio(k) < 1:  # the rest is below the resolution of a coin
+            break
         total += mass
     return k
 
@@ -138,7 +143,7 @@ def tuning_epsilon(
     >>> numbers = {"noise_multiplier": 1.0, "sampling_prob": 0.01, "steps": 100, "delta": 1e-5}
     >>> one, ten = (tuning_epsilon(Search(runs=n, method="composition"), **numbers) for n in (1, 10))
     >>> round(one, 2), round(ten, 2)
-    (1.04, 2.13)
+    (1.21, 2.1)
     """
     events = [StepEvent(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, steps=steps)]
     if score_noise is not None:
@@ -153,6 +158,8 @@ def search_epsilon(search: Search, run: tuple[StepEvent, ...], delta: float) -> 
     open_unit(delta=delta)
     if search.method == "composition":
         return _composed(run, int(search.runs), delta, search.accountant)
+    if delta < _LEAST_DELTA:  # the number of runs is drawn with 53 bits
+        raise ValueError(f"delta must be at least {_LEAST_DELTA:g} where the number of runs is secret, got {delta:g}.")
     if search.method == "liu-talwar":
         return _liu_talwar(search, run, delta)
     release = dp_event.ComposedDpEvent(
@@ -179,8 +186,6 @@ def _composed(run: tuple[StepEvent, ...], runs: int, delta: float, by: str) -> f
 
 def _liu_talwar(search: Search, run: tuple[StepEvent, ...], delta: float) -> float:
     """ε' = 3ε₁ + 3√(2δ₁), δ' = 3√(2δ₁)·T + δ₂ with T = ln(1/δ₂)/γ, γ = 1/(2G): δ₁ follows from δ' = δ."""
-    if delta <= 2 * _LT_DELTA:
-        raise ValueError(f"delta must be above {2 * _LT_DELTA:g} for method='liu-talwar', got {delta:g}.")
     longest = 2 * search.runs * math.log(1 / _LT_DELTA)
     root = (delta - _LT_DELTA) / (3 * longest)  # √(2δ₁)
     return 3 * _composed(run, 1, root**2 / 2, "rdp") + 3 * root
