@@ -325,7 +325,7 @@ def test_a_wide_head_passes():
 
 
 def test_the_vmap_engine_is_checked_by_itself():
-    model = Module(lambda m, x: torch.einsum("bi,ij->bj", x, m.w), w=(6, 3))
+    model = Module(lambda m, x: torch.einsum("...i,ij->...j", x, m.w), w=(6, 3))
     with pytest.raises(errors.UnsupportedOp, match="einsum"):
         passes(model)
     passes(model, engine="vmap")

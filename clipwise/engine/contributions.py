@@ -89,7 +89,7 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
             if look is not None:
                 look(grad[done : done + len(part.left)])
             done += len(part.left)
-        return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2)
+        return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2).reshape(-1, *shape)
     if isinstance(use, Outer):
         grad = torch.matmul(_wide(use.left).mT, _wide(use.right))
         return grad.reshape(-1, *shape)

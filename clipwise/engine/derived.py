@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from .._types import sum_dtype
 from ..errors import UnsupportedOp
-from .contributions import Contribution, Dense, Outer, materialise
+from .contributions import Contribution, Dense, Outer, Rows, materialise
 
 Kind = Literal["same", "transposed", "other"]
 
 CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"})
 _TRANSPOSES = frozenset({"t", "transpose", "swapaxes", "swapdims"})
+_RESHAPES = frozenset(
+    {"reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "reshape_as", "view_as", "ravel"}
+)
 _RANDOM = frozenset({"dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand_like", "randn_like", "normal"})
 
 
@@ -66,7 +69,7 @@ class Derived:
 
     def as_source(self, use: Contribution) -> tuple[Source, Contribution] | None:
         """The same contribution to the parameter itself, where the derivation is a cast or a transpose."""
-        if self.kind == "same":
+        if self.kind == "same" and (not isinstance(use, Rows) or self.value.shape == self.sources[0].value.shape):
             return self.sources[0], use
         if self.kind == "transposed" and isinstance(use, Outer) and use.left.shape[1] == 1:
             return self.sources[0], use.swapped()
@@ -96,6 +99,8 @@ def kind_of(name: str, inputs: Sequence[Source | Derived], out: Tensor) -> Kind:
     kind: Kind = given.kind if isinstance(given, Derived) else "same"
     if name in CASTS and given.value.shape == out.shape:
         return kind
+    if name in _RESHAPES and kind == "same" and given.value.is_contiguous() and given.value.numel() == out.numel():
+        return "same"
     turned = given.value.dim() == 2 and out.shape == given.value.shape[::-1]
     if name in _TRANSPOSES and turned and out.stride() == given.value.stride()[::-1]:
         return {"same": "transposed", "transposed": "same", "other": "other"}[kind]  # type: ignore[return-value]

@@ -289,6 +289,24 @@ def _conv(call: Call, grad: Tensor) -> Uses:
             yield "weight", Unfolded(left, padded, unfold, width)
 
 
+def _conv_transpose(call: Call, grad: Tensor) -> Uses:
+    """A transposed convolution is a convolution with input and output exchanged: patches are cut from its gradient."""
+    weight, x = call.values["weight"], call.values["input"]
+    if "bias" in call.trained:
+        yield "bias", Dense(_total(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])), (1, 3)))
+    if "weight" in call.trained:
+        given = {**call.values, "input": grad, "weight": weight}
+        yield from _conv(replace(call, values=given, trained=frozenset({"weight"})), x)
+
+
+def _check_conv_transpose(call: Call) -> None:
+    _check_conv(call)
+    dims = call.values["weight"].dim() - 2
+    extra, stride = (_pairs(call.values.get(n, d), dims) for n, d in (("output_padding", 0), ("stride", 1)))
+    if any(e >= s for e, s in zip(extra, stride, strict=True)):
+        raise UnsupportedOp(f"{call.op}: output_padding must be smaller than stride.")
+
+
 def _check_conv(call: Call) -> None:
     weight, x = call.values["weight"], call.values["input"]
     if x.dim() != weight.dim():
@@ -302,6 +320,13 @@ def _rule(arguments: str, parameters: str, keep: str, uses: Any, check: Any = No
 
 def _rules() -> dict[Any, OpRule]:
     conv = _rule("input weight bias stride padding dilation groups", "weight bias", "input", _conv, _check_conv)
+    turned = _rule(
+        "input weight bias stride padding output_padding groups dilation",
+        "weight bias",
+        "input",
+        _conv_transpose,
+        _check_conv_transpose,
+    )
     matmul = _rule("input other", "input other", "input other", _matmul, _check_matmul)
     addmm = _rule("input mat1 mat2", "input mat2", "mat1", _addmm)
     layer = _rule("input normalized_shape weight bias eps", "weight bias", "input", _layer_norm)
@@ -325,6 +350,7 @@ def _rules() -> dict[Any, OpRule]:
         F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm),
     }
     rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), conv)
+    rules |= dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), turned)
     rules |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), matmul)
     rules[torch.Tensor.__rmatmul__] = _rule("other input", "input other", "input other", _matmul, _check_matmul)
     mm = _rule("input mat2", "input mat2", "input mat2", _mm, _check_mm)

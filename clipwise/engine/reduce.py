@@ -275,7 +275,7 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
         groups, _, p, d = sides[0]
         if name not in paths:
             paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, products[0].left.device)
-        if paths[name].form == "outer" and (groups == 1 or not rows):
+        if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
             merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in products])
             grad = OuterGrad(merged, shape, paths[name].wide, paths[name].single)
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad

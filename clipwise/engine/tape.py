@@ -22,30 +22,17 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..batch import map_tensors, tensors
 from ..errors import ChangedInput, ParameterMismatch, UnrecordedGradient, UnsupportedOp
+from .composites import COMPOSITES, batched_equation
 from .contributions import Contribution, Dense
 from .derived import CASTS, Derived, Origin, Source, is_random, kind_of, names_of, no_rule, op_name, shares_rows
 from .edges import Record, Tap, Unview
 from .forbidden import check_op
 from .gradients import Gradients, check_losses
+from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .ops import OP_RULES, Call, OpRule, bind
 from .reduce import Paths, Reduced, exact_products, reduce_uses
 from .seen import Seen, is_inplace
 
-_ELEMENTWISE = (
-    "add sub rsub mul multiply div divide true_divide pow maximum minimum where lerp addcmul addcdiv "
-    "gt lt ge le eq ne atan2 hypot copysign logaddexp fmod remainder "
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ "
-    "__itruediv__ __div__ __rdiv__ __pow__ __rpow__ __gt__ __lt__ __ge__ __le__ __eq__ __ne__ add_ sub_ mul_ div_"
-).split()
-_BROADCASTS = frozenset(
-    getattr(owner, name) for owner in (torch, torch.Tensor) for name in _ELEMENTWISE if hasattr(owner, name)
-)
-_MATMULS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
-_JOINS = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))  # along another axis than the first
-_BATCHED = frozenset((torch.bmm, torch.Tensor.bmm, torch.baddbmm, F.scaled_dot_product_attention))
-_LOOKS_ONLY = frozenset(
-    {"expand_as", "view_as", "reshape_as", "type_as", "to"}
-)  # at the second tensor's shape or dtype
 _SPREAD = 2**24  # entries of a diagonal that may be written out
 
 Trained = Source | Derived
@@ -69,7 +56,8 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.size = size
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
-        self._rules = {**OP_RULES, **(op_rules or {})}
+        self._own_rules = op_rules or {}
+        self._rules = {**OP_RULES, **self._own_rules}
         self._paths = {} if paths is None else paths
         self._sources: dict[int, Source] = {}
         self._derived: dict[int, Derived] = {}
@@ -116,7 +104,7 @@ class Tape(TorchFunctionMode):
                 self._blind.update(n for t in trained for n in t.names)
         elif not data:
             return self._derive(func, name, args, kwargs, trained)
-        elif name in _LOOKS_ONLY:
+        elif name in LOOKS_ONLY:
             if (first := self._trained(args[0])) is not None:
                 return self._derive(func, name, args, kwargs, [first])
             out = func(*self._with(args, "value"), **self._with(kwargs, "value"))
@@ -138,7 +126,12 @@ class Tape(TorchFunctionMode):
                 rest = arguments[2:]
             if len(rest) == 1 and isinstance(rest[0], Tensor) and rest[0].dtype in (torch.int64, torch.int32):
                 return self._record(F.embedding, self._rules[F.embedding], (rest[0], arguments[0]), {})
-        wide_matmul = func in _MATMULS and any(t.value.dim() > 2 for t in trained)
+        if (written_out := COMPOSITES.get(func)) is not None and func not in self._own_rules:
+            with self:
+                return written_out(*args, **kwargs)
+        if func is torch.einsum:
+            return self._einsum(args, trained)
+        wide_matmul = func in MATMULS and any(t.value.dim() > 2 for t in trained)
         if (rule := self._rules.get(func)) is not None and not wide_matmul:
             return self._record(func, rule, args, kwargs)
         return self._broadcast(func, args, kwargs, trained)
@@ -254,8 +247,8 @@ class Tape(TorchFunctionMode):
         Right where the op broadcasts (elementwise ops, batched matmul), and, for a parameter that already has one
         row per example, in ops that work row by row.
         """
-        aligned = func in _BROADCASTS or func in _MATMULS
-        joins = func in _JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0)
+        aligned = func in BROADCASTS or func in MATMULS
+        joins = func in JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0)
         others = [x for x in tensors((args, kwargs)) if self._trained(x) is None]
         dims = max(x.dim() for x in others + [t.value for t in trained])
         rows = max((x.shape[0] for x in others if x.dim() == dims and dims), default=0)
@@ -270,12 +263,26 @@ class Tape(TorchFunctionMode):
                 if value.shape[0] == 1:
                     return self._leaf(target, value.expand(rows, *value.shape[1:]), None)
             beside = any(x.dim() == dims and x.shape[0] == self.size for x in others)  # the same axis, in data
-            row_by_row = (aligned or joins or func in _BATCHED) and beside and value.dim() == dims
+            row_by_row = (aligned or joins or func in BATCHED) and beside and value.dim() == dims
             if row_by_row and value.shape[0] == self.size:
                 return self._rows(target, value)
             raise no_rule(op_name(func), [target], f"of shape {tuple(target.value.shape)} together with data")
 
         return func(*map_tensors(args, copies), **map_tensors(kwargs, copies))
+
+    def _einsum(self, args: Any, trained: list[Trained]) -> Tensor:
+        """Give the parameters an axis for the examples, and let autograd do the rest."""
+        equation, *operands = args
+        operands = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+        equation = batched_equation(equation, [self._trained(x) is None for x in operands], names_of(trained))
+        given = []
+        for x in operands:
+            target = self._trained(x)
+            if target is None and (x.dim() == 0 or x.shape[0] != self.size):
+                raise no_rule("einsum", trained, "together with data whose first axis does not run over the examples")
+            leaf = None if target is None else target.value.expand(self.size, *target.value.shape)
+            given.append(x if target is None or leaf is None else self._leaf(target, leaf, None))
+        return torch.einsum(equation, *given)
 
     def _rows(self, target: Trained, value: Tensor) -> Tensor:
         """A derived parameter with one row per example: example i reaches it through row i alone."""
