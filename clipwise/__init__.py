@@ -5,6 +5,7 @@ from .accounting import calibrate as calibrate
 from .accounting import calibrate_search as calibrate_search
 from .accounting import epsilon as epsilon
 from .accounting import tuning_epsilon as tuning_epsilon
+from .batch_norm import fix_batch_norm as fix_batch_norm
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .clipping import clipped_sum as clipped_sum

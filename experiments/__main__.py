@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import digits, figures, synthetic, tables
+from . import coverage, digits, figures, synthetic, tables
 from .results_io import save
 
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -15,6 +15,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "errors": synthetic.errors,
     "thresholds": digits.thresholds,
     "tuning": digits.tuning,
+    "models": coverage.models,
 }
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("run").add_argument("name", choices=RUNS)
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
-    kinds.add_parser("table").add_argument("name", choices=["tuning"])
+    kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     if given.kind == "run":
@@ -32,7 +33,7 @@ def main() -> None:
     elif given.kind == "figure":
         print(*figures.draw(given.name), sep="\n")
     else:
-        print(tables.tuning_table())
+        print(tables.TABLES[given.name]())
 
 
 if __name__ == "__main__":

@@ -26,3 +26,18 @@ def tuning_table(results: Path = RESULTS) -> str:
 def _mean(values: list[float]) -> str:
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{100 * statistics.mean(values):.1f}% ± {100 * spread:.1f}"
+
+
+def models_table(results: Path = RESULTS) -> str:
+    """Which models can be trained, with the error of each."""
+    found = load("models", results)
+    lines = ["| model | norms | clipped sum | |", "|---|---|---|---|"]
+    for name, row in found["rows"].items():
+        if "refused" in row:
+            lines.append(f"| {name} | | | refused: {row['refused'].split(', for which')[0].split('. ')[0]} |")
+        else:
+            lines.append(f"| {name} | {row['norms']:.0e} | {row['sum']:.0e} | |")
+    return "\n".join(lines)
+
+
+TABLES = {"tuning": tuning_table, "models": models_table}

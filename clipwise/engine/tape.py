@@ -247,7 +247,7 @@ class Tape(TorchFunctionMode):
         Right where the op broadcasts (elementwise ops, batched matmul), and, for a parameter that already has one
         row per example, in ops that work row by row.
         """
-        aligned = func in BROADCASTS or func in MATMULS
+        aligned = func in BROADCASTS or func in MATMULS or func is F.scaled_dot_product_attention
         joins = func in JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0)
         others = [x for x in tensors((args, kwargs)) if self._trained(x) is None]
         dims = max(x.dim() for x in others + [t.value for t in trained])
@@ -262,9 +262,9 @@ class Tape(TorchFunctionMode):
                 value = value.reshape((1,) * (dims - value.dim()) + tuple(value.shape))
                 if value.shape[0] == 1:
                     return self._leaf(target, value.expand(rows, *value.shape[1:]), None)
-            beside = any(x.dim() == dims and x.shape[0] == self.size for x in others)  # the same axis, in data
-            row_by_row = (aligned or joins or func in BATCHED) and beside and value.dim() == dims
-            if row_by_row and value.shape[0] == self.size:
+            beside = any(x.dim() == dims and x.shape[0] == value.shape[0] for x in others)  # the same axis, in data
+            row_by_row = (aligned or joins or func in BATCHED) and value.dim() == dims and beside
+            if row_by_row and value.shape[0] % self.size == 0:
                 return self._rows(target, value)
             raise no_rule(op_name(func), [target], f"of shape {tuple(target.value.shape)} together with data")
 
@@ -285,7 +285,7 @@ class Tape(TorchFunctionMode):
         return torch.einsum(equation, *given)
 
     def _rows(self, target: Trained, value: Tensor) -> Tensor:
-        """A derived parameter with one row per example: example i reaches it through row i alone."""
+        """A derived parameter with k rows per example: example i reaches it through rows i·k … i·k + k − 1 alone."""
         if isinstance(target, Derived) and target.shared_rows:  # all rows are one row
             kept = self._keep(target.value[0], target.shadow[0], [target], "select")
             return self._leaf(self._derived[id(kept)], value, None)
@@ -299,9 +299,10 @@ class Tape(TorchFunctionMode):
             )
 
         def spread(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
-            diagonal = torch.zeros(self.size, *grad.shape, dtype=grad.dtype, device=grad.device)
-            diagonal.diagonal(dim1=0, dim2=1).copy_(grad.movedim(0, -1))
-            yield target, Dense(diagonal)
+            own = grad.reshape(self.size, -1, *grad.shape[1:])
+            diagonal = torch.zeros(self.size, *own.shape, dtype=grad.dtype, device=grad.device)
+            diagonal.diagonal(dim1=0, dim2=1).copy_(own.movedim(0, -1))
+            yield target, Dense(diagonal.flatten(1, 2))
 
         return self._leaf(target, value, spread)
 
