@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from .._types import LossFn
@@ -29,14 +27,12 @@ from .fallback import vmap_gradients
 from .gradients import Gradients, check_losses
 from .ops import OpRule
 from .probes import lengths, made_record
+from .quiet import Quiet
 from .reduce import Paths
 from .tape import Tape
 
 Collate = Callable[[list[Any]], Any]
 _PROBES = 5
-_DROPOUTS = frozenset(
-    (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout)
-)
 
 
 @dataclass(frozen=True)
@@ -56,26 +52,12 @@ class PreflightReport:
     unused: tuple[str, ...]
 
 
-class _NoDropout(TorchFunctionMode):
-    """Dropout off, everything else as it is: a batch norm in training mode must stay visible."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
-            args = ()
-        return func(*args, **kwargs)
-
-
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Dropout off, no autocast; RNG state and buffers as they were afterwards."""
+def _untouched(model: nn.Module, level: float) -> Iterator[None]:
+    """Randomness made repeatable; RNG state and buffers as they were afterwards."""
     buffers = _buffers(model)
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), _NoDropout():
+        with torch.random.fork_rng(), torch.enable_grad(), Quiet(level):
             yield
     finally:
         _restore(model, buffers)
@@ -138,9 +120,11 @@ def preflight(
         check_size(data, len(chosen))
         return data if device is None else map_tensors(data, lambda x: x.to(device))
 
-    def check(subject: nn.Module, cast: Callable[[Any], Any], tolerance: float, known: Paths) -> PreflightReport:
+    def check(
+        subject: nn.Module, cast: Callable[[Any], Any], tolerance: float, known: Paths, level: float = 0.98
+    ) -> PreflightReport:
         rig = _Rig(subject, loss_fn, lambda chosen: cast(collated(chosen)), engine, op_rules, known, tolerance)
-        with _untouched(subject):
+        with _untouched(subject, level):
             return rig.compared(records)
 
     paths = {} if paths is None else paths
@@ -148,13 +132,13 @@ def preflight(
         try:
             report = check(copied, _as_double, 1e-5, paths)
             _move(copied)
-            check(copied, _as_double, 1e-5, paths)
+            check(copied, _as_double, 1e-5, paths, 0.02)
             return report
         except CrossExampleOp:
             raise
         except Exception:
             pass  # a loss that keeps its own model, or float32 written into the code: check the model itself
-    check(model, lambda data: data, 1.0, paths)  # for what it refuses, and to fix the paths
+    check(model, lambda data: data, 1.0, paths, 0.02)  # for what it refuses, and to fix the paths
     exact = {name: replace(path, wide=True) for name, path in paths.items()}
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     return check(model, lambda data: data, 5e-2 if half else 1e-4, exact)
@@ -255,7 +239,7 @@ class _Rig:
             f"A record gives another loss or gradient inside a batch than alone (relative difference of the loss "
             f"{loss_error:.2g}, of the gradient {norm_error:.2g}). {where} Clipping then bounds nobody's influence. "
             "Usual causes: batch norm, padding to the longest with pooling over it, mixup, losses across the batch, "
-            "randomness other than dropout."
+            "randomness of unusual kinds."
         )
 
 
