@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ._check import count
+from .errors import UnsupportedOp
 
 
 def fix_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
@@ -18,18 +19,27 @@ def fix_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     >>> fix_batch_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups  # type: ignore[index]
     2
     """
-    if isinstance(model, _BatchNorm):
-        return _group_norm(model, groups)
-    for name, child in model.named_children():
-        setattr(model, name, fix_batch_norm(child, groups))
-    return model
+    count(groups=groups)
+    return _fixed(model, groups, {})
+
+
+def _fixed(module: nn.Module, groups: int, made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in made:
+        made[id(module)] = _group_norm(module, groups) if isinstance(module, _BatchNorm) else module
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                module._modules[name] = _fixed(child, groups, made)
+    return made[id(module)]
 
 
 def _group_norm(norm: _BatchNorm, groups: int) -> nn.GroupNorm:
-    width = norm.num_features
-    number = max(n for n in range(1, max(min(groups, width // 4), 1) + 1) if math.gcd(n, width) == n)
+    width, kind = norm.num_features, type(norm)
+    if kind not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        raise UnsupportedOp(f"fix_batch_norm knows PyTorch's own batch norms; {kind.__name__} may do more than those.")
+    if width < 2:
+        raise UnsupportedOp(f"{kind.__name__}({width}): a group norm over one channel is zero everywhere. Remove it.")
+    number = max(n for n in range(1, max(min(groups, width // 4), 1) + 1) if width % n == 0)
     made = nn.GroupNorm(number, width, norm.eps, norm.affine)
     if norm.affine:
         made.weight, made.bias = norm.weight, norm.bias
-        made.to(norm.weight.device, norm.weight.dtype)
     return made.train(norm.training)

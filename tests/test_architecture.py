@@ -22,7 +22,7 @@ ALLOWED = {
     "errors": set(),
     "_show": set(),
     "batch": {"errors"},
-    "batch_norm": set(),
+    "batch_norm": {"_check", "errors"},
     "rules": {"_check", "_types"},
     "thresholds": {"_check", "_types", "rules"},
     "noise": {"_check"},

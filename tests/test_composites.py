@@ -268,3 +268,79 @@ def test_a_recurrent_model_trains(kind):
     for batch in training.batches((torch.randint(0, 7, (40, 5)), torch.arange(40) % 3)):
         training.step(batch)
     assert training.epsilon == plan.epsilon
+
+
+def learned_state(m, x):
+    h = m.h.expand(len(x), -1)
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t] @ m.wx + h @ m.wh)
+    return h
+
+
+LEARNED = {
+    "a learned first state": (learned_state, {"h": (5,), "wx": (6, 5), "wh": (5, 5)}),
+    "mm of two parameters": (
+        lambda m, x: x @ m.wx + torch.mm(m.h.expand(len(x), -1), m.wh),
+        {"h": (5,), "wx": (6, 5), "wh": (5, 5)},
+    ),
+    "a parameter times a constant": (
+        lambda m, x: x @ m.wx + m.h.expand(len(x), -1) @ torch.ones(5, 5, dtype=x.dtype),
+        {"h": (5,), "wx": (6, 5)},
+    ),
+    "addmm on rows of zeros": (
+        lambda m, x: x @ m.wx + torch.addmm(m.h, torch.ones(len(x), 3, dtype=x.dtype), m.wh),
+        {"h": (5,), "wx": (6, 5), "wh": (3, 5)},
+    ),
+    "transposed, contiguous, viewed": (lambda m, x: x @ m.w.T.contiguous().view(6, 5), {"w": (5, 6)}),
+    "transposed, contiguous, strided": (
+        lambda m, x: x[..., :3] @ m.w.T.contiguous().as_strided((3, 2), (2, 1)),
+        {"w": (5, 6)},
+    ),
+    "permuted, cloned": (
+        lambda m, x: x @ m.w.permute(1, 0, 2).clone(memory_format=torch.contiguous_format).view(6, 5),
+        {"w": (3, 2, 5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_states_and_views_made_of_parameters(case):
+    forward, shapes = LEARNED[case]
+    data = floats(4, 6)() if case == "a learned first state" else floats(6)()
+    assert_matches(Module(forward, **shapes).double(), losses, (data.double(),), cw.PSAC())
+
+
+REFUSED = {
+    "heads first, by bmm": (lambda m, x: torch.bmm(x.transpose(0, 1), m.w).transpose(0, 1), {"w": (8, 6, 2)}, (8, 6)),
+    "time first, by add": (lambda m, x: (x.transpose(0, 1) + m.w).transpose(0, 1), {"w": (8, 1, 6)}, (8, 6)),
+    "a product of spectra": (
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(x, n=12) * torch.fft.rfft(m.w, n=12), n=12),
+        {"w": (6,)},
+        (6,),
+    ),
+    "a complex view": (
+        lambda m, x: (torch.fft.rfft(x) * torch.view_as_complex(m.w)).abs(),
+        {"w": (4, 2)},
+        (6,),
+    ),
+    "in place on a parameter": (lambda m, x: m.w.expand(len(x), -1).clone().add_(x), {"w": (6,)}, (6,)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_told_apart_is_refused(case):
+    forward, shapes, data = REFUSED[case]
+    with pytest.raises(errors.UnsupportedOp):
+        cw.clipped_sum(Module(forward, **shapes), losses, (floats(*data)(),))
+
+
+def test_rows_of_parameters_are_pushed_back_in_parts(monkeypatch):
+    from clipwise.engine import rows
+
+    def forward(m, x):
+        tiled = torch.cat([m.w * 2] * len(x), dim=0)  # one block of two rows per example
+        return torch.bmm(x.reshape(2 * len(x), 3, 6), tiled).reshape(len(x), -1)
+
+    for most in (2**24, 1):
+        monkeypatch.setattr(rows, "_SPREAD", most)
+        assert_matches(Module(forward, w=(2, 6, 3)).double(), losses, (floats(6, 6)().double(),), cw.PSAC())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import clipwise as cw
+from clipwise import errors
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -66,6 +67,22 @@ def test_fix_batch_norm_keeps_scale_shift_mode_and_nesting():
     assert not fixed[1][0].training
     assert isinstance(cw.fix_batch_norm(nn.BatchNorm1d(8)), nn.GroupNorm)
     assert cw.fix_batch_norm(nn.BatchNorm1d(8, affine=False)).weight is None
+
+
+def test_fix_batch_norm_takes_shared_norms_once_and_refuses_what_it_does_not_know():
+    class Activated(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    shared = nn.BatchNorm1d(8)
+    model = cw.fix_batch_norm(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": shared}))
+    assert isinstance(model["a"], nn.GroupNorm)
+    assert model["a"] is model["b"][0] is model["c"]
+    for bad in (Activated(8), nn.BatchNorm1d(1), nn.LazyBatchNorm1d()):
+        with pytest.raises(errors.UnsupportedOp):
+            cw.fix_batch_norm(nn.Sequential(bad))
+    with pytest.raises(ValueError, match="groups"):
+        cw.fix_batch_norm(model, groups=0)
 
 
 def test_the_table_in_the_docs_is_the_measured_one():

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._types import sum_dtype
-from ..errors import CrossExampleOp, UnsupportedOp
+from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .contributions import Contribution, Dense, Outer, Rows, Unfolded
 
 
@@ -368,3 +368,16 @@ OP_RULES: Mapping[Any, OpRule] = _rules()
 def bind(rule: OpRule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by name."""
     return dict(zip(rule.arguments, args, strict=False)) | dict(kwargs)
+
+
+def works_on_rows(rule: OpRule, call: Call) -> bool:
+    """Whether the rule holds for a call without data too: not where a trained first factor has rows of its own."""
+    if "other" in rule.arguments and call.trained != {"other"}:
+        return False
+    if "mat2" in rule.arguments and "input" in call.trained:
+        return False
+    try:
+        rule.check(call)
+    except ClipwiseError:
+        return False
+    return True

@@ -29,11 +29,10 @@ from .edges import Record, Tap, Unview
 from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
-from .ops import OP_RULES, Call, OpRule, bind
+from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
 from .reduce import Paths, Reduced, exact_products, reduce_uses
+from .rows import no_complex, spread_rows
 from .seen import Seen, is_inplace
-
-_SPREAD = 2**24  # entries of a diagonal that may be written out
 
 Trained = Source | Derived
 
@@ -119,6 +118,9 @@ class Tape(TorchFunctionMode):
     def _meet(self, func: Any, name: str, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
         """Parameter and data in one op."""
         arguments: list[Any] = list(args)
+        no_complex(name, trained, (args, kwargs))
+        if is_inplace(func) and self._trained(arguments[0]) is not None:
+            raise no_rule(name, trained, "in place, on a tensor made of parameters")
         table = self._trained(arguments[0]) if arguments else None
         if table is not None and table.value.dim() == 2 and len(trained) == 1:  # w[ids], w.index_select(0, ids)
             rest = arguments[1:] if name == "__getitem__" else []
@@ -143,6 +145,7 @@ class Tape(TorchFunctionMode):
                 f"{name} changes {names_of(trained)} in place during the forward pass, which cannot be undone per "
                 "example. Compute a new tensor instead."
             )
+        no_complex(name, trained, (args, kwargs))
         narrow = any(t.value.dtype != t.shadow.dtype for t in trained)
         if narrow and is_random(name):
             raise UnsupportedOp(f"{name} of {names_of(trained)} is random: train this parameter in float32.")
@@ -150,8 +153,12 @@ class Tape(TorchFunctionMode):
             value = func(*self._with(args, "value"), **self._with(kwargs, "value"))
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            return self._keep(value.detach(), trained[0].shadow, trained, name)
+            shadow = trained[0].shadow
+            if name in ("contiguous", "clone") or "memory_format" in kwargs:  # what comes after may look at strides
+                shadow = torch.empty_like(value, dtype=shadow.dtype).copy_(shadow)
+            return self._keep(value.detach(), shadow, trained, name)
         shadow = func(*self._with(args, "shadow"), **self._with(kwargs, "shadow"))
+        no_complex(name, trained, shadow)
         if not any(x.requires_grad for x in tensors(shadow)):
             return func(*self._with(args, "value"), **self._with(kwargs, "value")) if narrow else shadow
         origin = self._origin(func, args, kwargs)
@@ -182,6 +189,8 @@ class Tape(TorchFunctionMode):
             return None
         values = {n: targets[n].value if n in targets else x for n, x in given.items()}
         call = Call(op_name(func), values, frozenset(targets), self.size)
+        if not works_on_rows(rule, call):
+            return None
         return lambda grad: ((targets[n], use) for n, use in rule.uses(call, grad))
 
     def _with(self, tree: Any, form: str) -> Any:
@@ -248,9 +257,11 @@ class Tape(TorchFunctionMode):
         row per example, in ops that work row by row.
         """
         aligned = func in BROADCASTS or func in MATMULS or func is F.scaled_dot_product_attention
-        joins = func in JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0)
-        others = [x for x in tensors((args, kwargs)) if self._trained(x) is None]
-        dims = max(x.dim() for x in others + [t.value for t in trained])
+        given = list(tensors((args, kwargs)))
+        others = [x for x in given if self._trained(x) is None and self._seen.is_data(x)]
+        dims = max(x.dim() for x in given)
+        axes = max(dims, 1) + (func is torch.stack)
+        joins = func in JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) % axes != 0)
         rows = max((x.shape[0] for x in others if x.dim() == dims and dims), default=0)
 
         def copies(x: Tensor) -> Tensor:
@@ -264,7 +275,8 @@ class Tape(TorchFunctionMode):
                     return self._leaf(target, value.expand(rows, *value.shape[1:]), None)
             beside = any(x.dim() == dims and x.shape[0] == value.shape[0] for x in others)  # the same axis, in data
             row_by_row = (aligned or joins or func in BATCHED) and value.dim() == dims and beside
-            if row_by_row and value.shape[0] % self.size == 0:
+            made = value.shape[0] % self.size == 0  # a parameter's own rows are not the examples, whatever their number
+            if row_by_row and made and isinstance(target, Derived) and target.kind == "other":
                 return self._rows(target, value)
             raise no_rule(op_name(func), [target], f"of shape {tuple(target.value.shape)} together with data")
 
@@ -280,31 +292,18 @@ class Tape(TorchFunctionMode):
             target = self._trained(x)
             if target is None and (x.dim() == 0 or x.shape[0] != self.size):
                 raise no_rule("einsum", trained, "together with data whose first axis does not run over the examples")
-            leaf = None if target is None else target.value.expand(self.size, *target.value.shape)
-            given.append(x if target is None or leaf is None else self._leaf(target, leaf, None))
+            given.append(x if target is None else self._leaf(target, target.value.expand(self.size, *x.shape), None))
         return torch.einsum(equation, *given)
 
-    def _rows(self, target: Trained, value: Tensor) -> Tensor:
+    def _rows(self, target: Derived, value: Tensor) -> Tensor:
         """A derived parameter with k rows per example: example i reaches it through rows i·k … i·k + k − 1 alone."""
-        if isinstance(target, Derived) and target.shared_rows:  # all rows are one row
+        if target.shared_rows:  # all rows are one row
             kept = self._keep(target.value[0], target.shadow[0], [target], "select")
             return self._leaf(self._derived[id(kept)], value, None)
-        if isinstance(target, Derived) and target.origin is not None:
+        if target.origin is not None:
             return self._leaf(target, value, target.origin)
-        if value.numel() * self.size > _SPREAD:
-            raise no_rule(
-                "a row-wise op",
-                [target],
-                "with one row per example (a state of zeros, say); make the batch smaller with microbatch=,",
-            )
 
-        def spread(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
-            own = grad.reshape(self.size, -1, *grad.shape[1:])
-            diagonal = torch.zeros(self.size, *own.shape, dtype=grad.dtype, device=grad.device)
-            diagonal.diagonal(dim1=0, dim2=1).copy_(own.movedim(0, -1))
-            yield target, Dense(diagonal.flatten(1, 2))
-
-        return self._leaf(target, value, spread)
+        return self._leaf(target, value, lambda grad: spread_rows(target, grad, self.size))
 
     def _leaf(self, target: Trained, value: Tensor, uses: Origin | None) -> Tensor:
         leaf = value.detach().requires_grad_()
