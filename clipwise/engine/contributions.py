@@ -69,7 +69,7 @@ class Rows:
 
 
 Contribution = Dense | Outer | Unfolded | Rows
-_PART = 2**20  # entries of the patches that are made at a time: they stay in the cache
+_PART = 2**22  # entries of the patches that are made at a time: they stay in the last cache
 
 
 def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor], None] | None = None) -> Tensor:
