@@ -59,4 +59,4 @@ def load_checkpoint(training: PrivateTraining, path: str | Path) -> None:
     training.model.load_state_dict(content["model"])
     training.optimizer.load_state_dict(content["optimizer"])
     if training.plan.release is not None:  # others follow from the number of charges, which the ledger knows better
-        training.threshold_state = State(**content["threshold"])
+        training._restore_threshold(State(**content["threshold"]))

@@ -127,8 +127,8 @@ class PrivateTraining:
         """What the threshold remembers, for checkpoints. Public."""
         return self._threshold
 
-    @threshold_state.setter
-    def threshold_state(self, state: State) -> None:
+    def _restore_threshold(self, state: State) -> None:
+        """From a checkpoint of this run; nobody else sets C, or it could come from private values."""
         if (state.range > 0) != (self._threshold.range > 0):
             raise ValueError(f"{state!r} does not belong to {self._plan.threshold!r}.")
         self._threshold = state

@@ -97,7 +97,7 @@ def run_trial(train: Train, score: Score, noisy: NoisyScore | None, trial: Trial
         return Outcome(-math.inf if math.isnan(value) else value, trial.candidate, weights, asserted, notes)
     except ClipwiseError as error:
         return Outcome(-math.inf, trial.candidate, error=f"{type(error).__name__}: {error}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Outcome(-math.inf, trial.candidate, error=type(error).__name__)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

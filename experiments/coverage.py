@@ -221,7 +221,7 @@ def build(name: str, dropout: bool = False) -> tuple[nn.Module, Callable[[nn.Mod
     if not dropout:
         for module in model.modules():
             for attribute, value in list(vars(module).items()):
-                if (isinstance(value, float) and ("drop" in attribute)) or attribute == "p":
+                if isinstance(value, float) and ("drop" in attribute or attribute == "p"):
                     setattr(module, attribute, 0.0)
         for field, value in vars(model.config).items():
             if "drop" in field and isinstance(value, float):

@@ -487,7 +487,9 @@ def test_states_of_another_threshold_are_refused():
     training = make(threshold_plan(cw.MinErrorThreshold()))
     for bad in (lambda: State(1.0), lambda: State(math.nan, 1.0), lambda: State(1.0, math.inf)):
         with pytest.raises(ValueError, match=r"must lie|does not belong|must be"):
-            training.threshold_state = bad()
+            training._restore_threshold(bad())
+    with pytest.raises(AttributeError):
+        training.threshold_state = State(2.0, 4.0)
 
 
 def test_least_error_never_falls_to_its_bound():

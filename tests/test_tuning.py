@@ -440,9 +440,14 @@ def telling(trial):
     raise ValueError("cannot parse record 17: 0.619")
 
 
-def test_failures_do_not_quote_records(threads):
-    with pytest.raises(errors.TuningFailed, match="ValueError") as caught:
-        cw.tune(telling, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True, executor=threads)
+def leaving(trial):
+    raise SystemExit("record 17 is bad")
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(telling, "ValueError"), (leaving, "SystemExit")])
+def test_failures_do_not_quote_records(wrong, kind, threads):
+    with pytest.raises(errors.TuningFailed, match=kind) as caught:
+        cw.tune(wrong, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True, executor=threads)
     assert "record 17" not in str(caught.value)
 
 

@@ -177,16 +177,17 @@ def _rms_norm(call: Call, grad: Tensor) -> Uses:
     )
 
 
+def _per_channel(call: Call, x: Tensor) -> Tensor:
+    """[b·k, c, …] summed to [b, c]."""
+    return _total(x.reshape(call.size, -1, x.shape[1], math.prod(x.shape[2:])), (1, 3))
+
+
 def _channels(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
     """Scale and shift per channel, the second axis (group, instance and frozen batch norm)."""
-
-    def per_channel(x: Tensor) -> Tensor:
-        return _total(x.reshape(call.size, -1, x.shape[1], math.prod(x.shape[2:])), (1, 3))
-
     if "weight" in call.trained:
-        yield "weight", Dense(per_channel(grad * normalised))
+        yield "weight", Dense(_per_channel(call, grad * normalised))
     if "bias" in call.trained:
-        yield "bias", Dense(per_channel(grad))
+        yield "bias", Dense(_per_channel(call, grad))
 
 
 def _group_norm(call: Call, grad: Tensor) -> Uses:
@@ -260,7 +261,7 @@ def _patches(x: Tensor, first: int, kernel: tuple[int, ...], call: Call) -> Tens
 def _conv(call: Call, grad: Tensor) -> Uses:
     """A convolution is a linear op on patches; groups are independent linear ops."""
     if "bias" in call.trained:
-        yield "bias", Dense(_total(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])), (1, 3)))
+        yield "bias", Dense(_per_channel(call, grad))
     if "weight" in call.trained:
         weight, groups = call.values["weight"], call.values.get("groups", 1)
         kernel, copies = tuple(weight.shape[2:]), grad.shape[0] // call.size
@@ -291,12 +292,11 @@ def _conv(call: Call, grad: Tensor) -> Uses:
 
 def _conv_transpose(call: Call, grad: Tensor) -> Uses:
     """A transposed convolution is a convolution with input and output exchanged: patches are cut from its gradient."""
-    weight, x = call.values["weight"], call.values["input"]
     if "bias" in call.trained:
-        yield "bias", Dense(_total(grad.reshape(call.size, -1, grad.shape[1], math.prod(grad.shape[2:])), (1, 3)))
+        yield "bias", Dense(_per_channel(call, grad))
     if "weight" in call.trained:
-        given = {**call.values, "input": grad, "weight": weight}
-        yield from _conv(replace(call, values=given, trained=frozenset({"weight"})), x)
+        turned = replace(call, values={**call.values, "input": grad}, trained=frozenset({"weight"}))
+        yield from _conv(turned, call.values["input"])
 
 
 def _check_conv_transpose(call: Call) -> None:
