@@ -17,28 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from step import mnist_cnn
+from step import EncoderLayer, mnist_cnn
 from torch import Tensor, nn
 
 import clipwise as cw
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.noise import NoiseSource
-
-
-class Block(nn.Module):
-    def __init__(self, d: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).reshape(b, t, d)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Gpt(nn.Module):
@@ -47,7 +31,10 @@ class Gpt(nn.Module):
     def __init__(self, words: int = 50257, length: int = 256, d: int = 768, layers: int = 12) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(words, d), nn.Embedding(length, d)
-        self.blocks, self.norm = nn.Sequential(*(Block(d, 12, True) for _ in range(layers))), nn.LayerNorm(d)
+        self.blocks, self.norm = (
+            nn.Sequential(*(EncoderLayer(d, 12, causal=True) for _ in range(layers))),
+            nn.LayerNorm(d),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x) + self.place(torch.arange(x.shape[1], device=x.device))
@@ -61,7 +48,7 @@ class Vit(nn.Module):
         super().__init__()
         self.cut = nn.Conv2d(3, d, 16, 16)
         self.place = nn.Parameter(0.02 * torch.randn(196, d))
-        self.blocks, self.norm = nn.Sequential(*(Block(d, 12, False) for _ in range(layers))), nn.LayerNorm(d)
+        self.blocks, self.norm = nn.Sequential(*(EncoderLayer(d, 12) for _ in range(layers))), nn.LayerNorm(d)
         self.head = nn.Linear(d, 1000)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ def mnist_cnn() -> nn.Module:
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, d: int, heads: int) -> None:
+    def __init__(self, d: int, heads: int, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
@@ -54,7 +54,7 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).reshape(b, t, d)
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -75,6 +75,21 @@ class Encoder(nn.Module):
 def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="none")
+
+
+def work() -> dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, Tensor]]]:
+    """What is measured: a model and a batch."""
+    return {
+        "MNIST CNN, batch 512": (mnist_cnn, (torch.randn(512, 1, 28, 28), torch.randint(0, 10, (512,)))),
+        "encoder d 256 x 4, T 64, batch 32": (Encoder, (torch.randint(0, 1000, (32, 64)), torch.randint(0, 2, (32,)))),
+    }
+
+
+def with_steady_memory() -> None:
+    """Start this script again with glibc's trimming off, unless that is done."""
+    keep = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+    if not keep.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
 
 
 def plain_step(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
@@ -147,12 +162,8 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    work = {
-        "MNIST CNN, batch 512": (mnist_cnn, (torch.randn(512, 1, 28, 28), torch.randint(0, 10, (512,)))),
-        "encoder d 256 x 4, T 64, batch 32": (Encoder, (torch.randint(0, 1000, (32, 64)), torch.randint(0, 2, (32,)))),
-    }
     results = {}
-    for name, (make, batch) in work.items():
+    for name, (make, batch) in work().items():
         steps = {"plain": plain_step(make, batch), "clipwise": clipwise_step(make, batch)}
         try:
             import opacus  # noqa: F401
@@ -171,7 +182,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keep = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
-    if not keep.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
+    with_steady_memory()
     main()

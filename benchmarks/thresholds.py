@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import Encoder, losses, mnist_cnn
+from step import losses, with_steady_memory, work
 
 import clipwise as cw
 
@@ -46,12 +44,8 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    work = {
-        "MNIST CNN, batch 512": (mnist_cnn, (torch.randn(512, 1, 28, 28), torch.randint(0, 10, (512,)))),
-        "encoder d 256 x 4, T 64, batch 32": (Encoder, (torch.randint(0, 1000, (32, 64)), torch.randint(0, 2, (32,)))),
-    }
     results = {}
-    for name, (make, batch) in work.items():
+    for name, (make, batch) in work().items():
         steps = {kind: private_step(make, batch, threshold) for kind, threshold in THRESHOLDS.items()}
         times: dict[str, list[float]] = {kind: [] for kind in steps}
         for number in range(given.rounds + 2):
@@ -69,7 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keep = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # as in step.py
-    if not keep.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
+    with_steady_memory()
     main()
