@@ -15,8 +15,9 @@ from .engine.contributions import Outer as Outer
 from .engine.contributions import Rows as Rows
 from .engine.ops import OpRule as OpRule
 from .engine.preflight import preflight as preflight
+from .evaluation import private_score as private_score
 from .ledger import Ledger as Ledger
-from .ledger import read_ledger as read_ledger
+from .ledger_file import read_ledger as read_ledger
 from .plan import Plan as Plan
 from .privatize import privatize as privatize
 from .rules import PSAC as PSAC

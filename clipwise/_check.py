@@ -73,8 +73,8 @@ def open_unit(**value: object) -> float:
     return x
 
 
-def count(**value: object) -> int:
-    """A whole number of at least one.
+def count(minimum: int = 1, **value: object) -> int:
+    """A whole number of at least `minimum`.
 
     >>> count(steps=0)
     Traceback (most recent call last):
@@ -82,9 +82,10 @@ def count(**value: object) -> int:
     """
     name, given = _one(value)
     if isinstance(given, bool) or not isinstance(given, Integral):
-        raise TypeError(f"{name} must be a whole number of at least 1, got {given!r} of type {type(given).__name__}.")
-    if given < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {given!r}.")
+        kind = type(given).__name__
+        raise TypeError(f"{name} must be a whole number of at least {minimum}, got {given!r} of type {kind}.")
+    if given < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {given!r}.")
     return int(given)
 
 

@@ -47,6 +47,10 @@ class LedgerError(ClipwiseError):
     """The ledger cannot be read, trusted, locked or written; nothing is released without it."""
 
 
+class CheckpointError(ClipwiseError):
+    """A checkpoint is damaged, is none, or does not fit the run."""
+
+
 class WrongBatch(ClipwiseError):
     """A batch did not come from `training.batches`, or was used before: it cannot be accounted as Poisson."""
 

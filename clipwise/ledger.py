@@ -11,19 +11,19 @@ from its end: only a checkpoint, which remembers the ledger's last line, sees th
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import threading
 import weakref
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ._show import shown_delta, shown_epsilon
 from .errors import BudgetExhausted, LedgerError, PlanMismatch
+from .ledger_file import LedgerState, hashed, read_ledger
 
 VERSION = 1
+Kind = Literal["charge", "look"]
 _HERE = threading.local()  # charges that this thread has made, to whatever ledger
 _OPEN: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
 
@@ -51,8 +51,12 @@ class Budget(Protocol):
     def digest(self) -> str:
         """A fingerprint of every public number."""
 
-    def epsilon_after(self, steps: int) -> float:
-        """ε of the first `steps` charges."""
+    @property
+    def most_looks(self) -> int:
+        """How many evaluations on private records are allowed."""
+
+    def epsilon_after(self, steps: int, looks: int = 0) -> float:
+        """ε of the first `steps` charges and `looks` evaluations."""
 
     def as_dict(self) -> dict[str, Any]:
         """All public numbers."""
@@ -61,67 +65,6 @@ class Budget(Protocol):
 def charges_of_this_thread() -> int:
     """How many charges this thread has made so far, to any ledger."""
     return int(getattr(_HERE, "charges", 0))
-
-
-def _hashed(previous: str, body: dict[str, Any]) -> dict[str, Any]:
-    text = json.dumps({**body, "previous": previous}, sort_keys=True)
-    return {**body, "previous": previous, "hash": hashlib.sha256(text.encode()).hexdigest()}
-
-
-@dataclass(frozen=True)
-class LedgerState:
-    """What a ledger file says: its head, the number of charges, and the hash of its last line."""
-
-    head: dict[str, Any]
-    charges: int
-    last_hash: str
-    torn: bool = False
-    entries: tuple[dict[str, Any], ...] = field(default=(), repr=False)
-
-
-def read_ledger(path: str | Path) -> LedgerState:
-    """Read and verify a ledger file; raise LedgerError if a single byte is not as it was written.
-
-    A torn last line counts as one charge.
-    """
-    path = Path(path)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise LedgerError(f"Ledger {path} cannot be read: {error.strerror}. Nothing is released without it.") from error
-    lines = raw.split(b"\n")
-    tail = lines.pop()
-    entries: list[dict[str, Any]] = []
-    previous = ""
-    for number, line in enumerate(lines):
-        entry = _parsed(path, number, line)
-        body = {key: value for key, value in entry.items() if key not in ("previous", "hash")}
-        if entry != _hashed(previous, body) or json.dumps(entry, sort_keys=True).encode() != line:
-            raise LedgerError(
-                f"Ledger {path}, line {number + 1}: the hash chain is broken, so the line, or one before it, was "
-                "edited, removed or reordered. Restore the file from a backup: what was spent is not known otherwise."
-            )
-        if number and (entry.get("kind") not in ("charge", "note") or entry.get("line") != number):
-            raise LedgerError(f"Ledger {path}, line {number + 1}: not a charge.")
-        entries.append(entry)
-        previous = entry["hash"]
-    if not entries or entries[0].get("kind") != "plan":
-        raise LedgerError(f"Ledger {path} does not begin with a plan: it is not a ledger, or its start was lost.")
-    charges = sum(entry["kind"] == "charge" for entry in entries) + bool(tail)
-    return LedgerState(entries[0], charges, previous, bool(tail), tuple(entries))
-
-
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
-    if not isinstance(entry, dict):
-        raise LedgerError(
-            f"Ledger {path}, line {number + 1} is not valid JSON, so what was spent cannot be known. "
-            "Restore the file from a backup."
-        )
-    return entry
 
 
 class Ledger:
@@ -145,16 +88,16 @@ class Ledger:
         self.plan = plan
         self.path = None if path is None else Path(path)
         self._file: int | None = None
-        self._reserved = 0
+        self._reserved = {"charge": 0, "look": 0}
         self._lock = threading.RLock()
         self._size = 0
         self._process = os.getpid()
         self._lines = 1
         self.notes: list[str] = []
         head = {"kind": "plan", "version": VERSION, "plan": plan.as_dict(), "digest": plan.digest}
-        self.head = _hashed("", {**head, "assertions": assertions or {}})
+        self.head = hashed("", {**head, "assertions": assertions or {}})
         self._hash = self.head["hash"]
-        self.charges = 0
+        self.charges = self.looks = 0
         if self.path is not None:
             self._open()
 
@@ -166,7 +109,7 @@ class Ledger:
     @property
     def spent(self) -> float:
         """ε of everything charged so far, never understated."""
-        return self.plan.epsilon_after(self.charges)
+        return self.plan.epsilon_after(self.charges, self.looks)
 
     def _open(self) -> None:
         assert self.path is not None
@@ -223,7 +166,7 @@ class Ledger:
                 f"Ledger {self.path} was begun with other assertions ({state.head.get('assertions')}, now "
                 f"{self.head['assertions']}): sampling, noise and seed must stay what they were."
             )
-        self.head, self._hash, self.charges = state.head, state.last_hash, state.charges
+        self.head, self._hash, self.charges, self.looks = state.head, state.last_hash, state.charges, state.looks
         self._lines = len(state.entries)
         self.notes = [entry["text"] for entry in state.entries if entry["kind"] == "note"]
         if state.torn:
@@ -234,7 +177,7 @@ class Ledger:
         assert self._file is not None
         assert self.path is not None
         whole = sum(len(json.dumps(e, sort_keys=True).encode()) + 1 for e in state.entries)
-        entry = _hashed(self._hash, {"kind": "charge", "line": self._lines, "torn": True})
+        entry = hashed(self._hash, {"kind": "charge", "line": self._lines, "torn": True})
         line = json.dumps(entry, sort_keys=True).encode() + b"\n"
         # Written over the torn bytes, then cut: at no instant does the file hold fewer charges than before.
         with open(self.path, "r+b") as file:
@@ -295,36 +238,49 @@ class Ledger:
                 "is no longer what was spent. Restore it; this run is over."
             )
 
-    def reserve(self) -> None:
-        """Refuse, before the data is touched, a charge that the plan does not allow."""
+    def reserve(self, kind: Kind = "charge") -> None:
+        """Refuse, before the data is touched, a charge (or a look) that the plan does not allow."""
         with self._lock:
             self._check()
-            if self.charges + self._reserved >= self.plan.most_charges:
-                raise BudgetExhausted(self._exhausted())
-            self._reserved += 1
+            used, most = {
+                "charge": (self.charges, self.plan.most_charges),
+                "look": (self.looks, self.plan.most_looks),
+            }[kind]
+            if used + self._reserved[kind] >= most:
+                raise BudgetExhausted(self._exhausted(kind))
+            self._reserved[kind] += 1
 
-    def _exhausted(self) -> str:
-        step = self.charges + self._reserved + 1
+    def _exhausted(self, kind: Kind) -> str:
+        if kind == "look":
+            return (
+                f"The plan allows {self.plan.most_looks} evaluation(s) on private records, and no more: each spends "
+                "privacy. Plan(evaluations=…) pays for them before the run begins; public records cost nothing."
+            )
+        step = self.charges + self._reserved[kind] + 1
+        reached = self.plan.epsilon_after(step, max(self.looks, self.plan.most_looks))
         return (
-            f"Budget exhausted: step {step} would reach epsilon={shown_epsilon(self.plan.epsilon_after(step))} > "
+            f"Budget exhausted: step {step} would reach epsilon={shown_epsilon(reached)} > "
             f"{shown_epsilon(self.plan.epsilon)} ({self.plan.accountant}, delta={shown_delta(self.plan.delta)}). "
             "Stop here, or plan more steps before the run begins."
         )
 
-    def commit(self, **details: str) -> int:
-        """Charge the reserved step; returns its number once the charge is durable."""
+    def commit(self, kind: Kind = "charge", **details: str) -> int:
+        """Charge the reserved step or look; returns its number once the charge is durable."""
         with self._lock:
             self._check()
-            if not self._reserved:
+            if not self._reserved[kind]:
                 raise LedgerError("commit without reserve: a step must be allowed before it is charged.")
-            self._reserved -= 1
-            self._append({"kind": "charge", **details})
-            self.charges += 1
+            self._reserved[kind] -= 1
+            self._append({"kind": kind, **details})
             _HERE.charges = charges_of_this_thread() + 1
+            if kind == "look":
+                self.looks += 1
+                return self.looks
+            self.charges += 1
             return self.charges
 
     def _append(self, body: dict[str, Any]) -> None:
-        entry = _hashed(self._hash, {**body, "line": self._lines})
+        entry = hashed(self._hash, {**body, "line": self._lines})
         if self.persistent:
             self._write(entry)
         self._hash, self._lines = entry["hash"], self._lines + 1

@@ -2,17 +2,19 @@
 
 Keys come from the operating system, 256 bits, fresh in every process; they are never stored, shown,
 pickled or shared with a copy or a fork. Each draw has an address (sequence number of the charge,
-stream, tensor, block of elements), and each address a 128-bit key of its own, derived with BLAKE2b, so
-no noise is used twice and no order of drawing matters. The CPU generator is AES in counter mode
-(randomgen) under numpy's ziggurat: float64 draws with tails beyond 13σ.
+stream, tensor, block of elements), and each address a key of its own, derived with BLAKE2b, so
+no noise is used twice and no order of drawing matters. On the CPU the generator is AES in counter mode
+(randomgen) under numpy's ziggurat: float64 draws with tails to 12.2σ. On a GPU it is ChaCha (chacha.py), in float32,
+with tails to 11.5σ. "hardened" draws exactly, on a grid (rounded.py), on the CPU.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -20,20 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import chacha
 from ._check import one_of, positive
+from .rounded import grid_for, rounded_gaussians
 
-Mode = Literal["secure", "fast"]
+Mode = Literal["secure", "hardened", "fast"]
 BLOCK = 2**16  # elements per key
+_ZIGGURAT_REACH = 3.6541528853610088 + math.sqrt(2 * 53 * math.log(2))  # r + x with x²/2 ≤ −ln 2⁻⁵³
+_Job = tuple[str, np.ndarray[Any, Any]]
 
 
 class NoiseSource:
     """Gaussian noise for released values. Secret state: one key, bound to this process.
 
-    Guarantee (mode="secure"): `add_` returns value + N(0, (noise_multiplier·sensitivity)²) with noise that is
-    independent for every (sequence, stream, name) and unpredictable without the key.
+    Guarantee: `add_` returns value + N(0, (noise_multiplier·sensitivity)²) with noise that is independent for every
+    (sequence, stream, name) and unpredictable without the key.
 
-    Modes: "secure" certifies; "fast" draws with torch's own generator, whose float32 tails end at 5.8σ and
-    whose seed has 32 bits: runs that use it are NOT CERTIFIED. A `seed` makes runs repeatable and NOT PRIVATE.
+    Modes: "secure" certifies up to `reach` (see accounting/arithmetic.py). "hardened" is exact, on a grid, and resists
+    floating-point attacks. "fast" draws with torch's own generator, whose float32 tails end at 5.8σ and whose seed has
+    32 bits: runs that use it are NOT CERTIFIED. A `seed` makes runs repeatable and NOT PRIVATE.
 
     >>> source = NoiseSource()
     >>> noised = source.add_({"w": torch.zeros(3)}, sensitivity=1.0, noise_multiplier=2.0, sequence=1, stream="grad")
@@ -43,7 +50,7 @@ class NoiseSource:
 
     def __init__(self, mode: Mode = "secure", seed: int | None = None) -> None:
         """Draw a fresh key."""
-        one_of(("secure", "fast"), noise=mode)
+        one_of(("secure", "hardened", "fast"), noise=mode)
         self.mode = mode
         self._seed = seed
         self._renew()
@@ -51,7 +58,15 @@ class NoiseSource:
     @property
     def certified(self) -> bool:
         """Whether a privacy guarantee may be stated for this noise."""
-        return self.mode == "secure" and self._seed is None
+        return self.mode != "fast" and self._seed is None
+
+    def reach(self, device: torch.device | str = "cpu") -> float:
+        """How far out, in standard deviations, a draw can lie."""
+        if self.mode == "hardened":
+            return math.inf
+        if self.mode == "fast":
+            return 5.77
+        return _ZIGGURAT_REACH if torch.device(device).type != "cuda" else chacha.REACH
 
     def _renew(self) -> None:
         self._process = os.getpid()
@@ -60,13 +75,15 @@ class NoiseSource:
         else:
             self._key = hashlib.blake2b(f"not private {self._seed}".encode(), digest_size=32).digest()
 
-    def _generator(self, address: str) -> np.random.Generator:
+    def _derived(self, address: str, length: int) -> bytes:
         if os.getpid() != self._process and self._seed is None:
             self._renew()  # a fork must not repeat its parent's noise
+        return hashlib.blake2b(address.encode(), key=self._key, digest_size=length).digest()
+
+    def _generator(self, address: str) -> np.random.Generator:
         from randomgen import AESCounter
 
-        digest = hashlib.blake2b(address.encode(), key=self._key, digest_size=16).digest()
-        return np.random.Generator(AESCounter(key=int.from_bytes(digest, "little")))
+        return np.random.Generator(AESCounter(key=int.from_bytes(self._derived(address, 16), "little")))
 
     def add_(
         self,
@@ -79,34 +96,66 @@ class NoiseSource:
     ) -> dict[str, Tensor]:
         """Noise for one vector, given in parts: each value + N(0, (noise_multiplier·sensitivity)²).
 
-        `sensitivity` bounds all parts together. Added in float64, returned in float32 or wider; the memory of the
-        values is used again where it can be, so that no un-noised copy stays behind.
+        `sensitivity` bounds all parts together. Added in float64 on the CPU and in float32 on a GPU, returned in
+        float32 or wider; the memory of the values is used again where it can be, so that no un-noised copy stays
+        behind.
         """
-        scale = positive(noise_multiplier=noise_multiplier) * positive(sensitivity=sensitivity)
+        sigma, bound = positive(noise_multiplier=noise_multiplier), positive(sensitivity=sensitivity)
         if self.mode == "fast":
-            return {name: _fast(value, scale) for name, value in values.items()}
-        outputs, blocks = {}, []
-        for name, value in values.items():
-            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            outputs[name] = value.detach().to("cpu", dtype).contiguous()
-            flat = outputs[name].view(-1).numpy()
-            blocks += [(f"{sequence}/{stream}/{name}/{i}", flat[i : i + BLOCK]) for i in range(0, len(flat), BLOCK)]
+            return {name: _fast(value, sigma * bound) for name, value in values.items()}
+        wide = {name: value.detach().to(_wide(value)).contiguous() for name, value in values.items()}
+        here = f"{sequence}/{stream}"
+        if self.mode == "hardened":
+            return self._on_cpu(wide, here, self._hardened(sigma, bound, sum(v.numel() for v in wide.values())))
+        on_gpu = {name: v for name, v in wide.items() if v.device.type == "cuda" and v.dtype == torch.float32}
+        for device in {v.device for v in on_gpu.values()}:
+            self._on_gpu({name: v for name, v in on_gpu.items() if v.device == device}, here, sigma * bound)
+        rest = {name: v for name, v in wide.items() if name not in on_gpu}
+        noised = on_gpu | self._on_cpu(rest, here, self._secure(sigma * bound))
+        return {name: noised[name] for name in values}
 
-        def fill(share: list[tuple[str, np.ndarray[Any, Any]]]) -> None:
-            buffer = np.empty(max((len(target) for _, target in share), default=0))
-            for address, target in share:
+    def _on_gpu(self, values: Mapping[str, Tensor], here: str, scale: float) -> None:
+        add = _gpu_kernel()
+        add(list(values.values()), [self._derived(f"{here}/{name}/gpu", 32) for name in values], scale)
+
+    def _on_cpu(
+        self, values: Mapping[str, Tensor], here: str, fill: Callable[[Sequence[_Job]], None]
+    ) -> dict[str, Tensor]:
+        """Blocks of elements, each with a key of its own, shared among threads: their order does not matter."""
+        outputs, jobs = {name: value.cpu() for name, value in values.items()}, []
+        for name, value in outputs.items():
+            flat = value.view(-1).numpy()
+            jobs += [(f"{here}/{name}/{i}", flat[i : i + BLOCK]) for i in range(0, len(flat), BLOCK)]
+        workers = torch.get_num_threads() if sum(len(target) for _, target in jobs) > 4 * BLOCK else 1
+        if workers == 1:
+            fill(jobs)
+        else:  # numpy releases the interpreter lock
+            jobs.sort(key=lambda job: -len(job[1]))
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(fill, [jobs[i::workers] for i in range(workers)]))
+        return {name: noised.to(values[name].device) for name, noised in outputs.items()}
+
+    def _secure(self, scale: float) -> Callable[[Sequence[_Job]], None]:
+        def fill(jobs: Sequence[_Job]) -> None:
+            buffer = np.empty(max((len(target) for _, target in jobs), default=0))
+            for address, target in jobs:
                 noise = self._generator(address).standard_normal(out=buffer[: len(target)])
                 noise *= scale
                 np.add(noise, target, out=target, casting="same_kind")  # in float64, rounded once
 
-        workers = torch.get_num_threads() if sum(len(target) for _, target in blocks) > 4 * BLOCK else 1
-        if workers == 1:
-            fill(blocks)
-        else:  # numpy releases the interpreter lock, and every block has a key of its own: order does not matter
-            blocks.sort(key=lambda block: -len(block[1]))
-            with ThreadPoolExecutor(workers) as pool:
-                list(pool.map(fill, [blocks[i::workers] for i in range(workers)]))
-        return {name: noised.to(values[name].device) for name, noised in outputs.items()}
+        return fill
+
+    def _hardened(self, sigma: float, bound: float, dimension: int) -> Callable[[Sequence[_Job]], None]:
+        step, rounded_bound = grid_for(bound, dimension)
+
+        def fill(jobs: Sequence[_Job]) -> None:
+            for address, target in jobs:
+                raw: Any = self._generator(address).bit_generator.random_raw
+                value: Any = np.clip(np.rint(target.astype(np.float64) / step), -(2.0**51), 2.0**51)
+                value += rounded_gaussians(raw(len(target)), sigma * rounded_bound / step, raw)
+                target[:] = value * step  # an exact number of the grid; rounding it to float32 comes after
+
+        return fill
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoiseSource:
         """A copy draws its own key: the same noise must never meet two values."""
@@ -125,6 +174,27 @@ class NoiseSource:
         return f"NoiseSource(mode={self.mode!r}, certified={self.certified})"
 
 
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
 def _fast(value: Tensor, scale: float) -> Tensor:
-    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    dtype = _wide(value)
     return value.to(dtype) + scale * torch.randn(value.shape, dtype=dtype, device=value.device)
+
+
+def _gpu_kernel() -> Callable[[Sequence[Tensor], Sequence[bytes], float], None]:
+    """One Triton launch for all tensors, or plain torch ops where there is no Triton."""
+    try:
+        from .chacha_cuda import add_gaussians_
+    except ImportError:
+        return _gpu_without_triton
+    return add_gaussians_
+
+
+def _gpu_without_triton(values: Sequence[Tensor], keys: Sequence[bytes], scale: float) -> None:
+    for value, key in zip(values, keys, strict=True):
+        flat = value.view(-1)
+        for i in range(0, len(flat), 2**20):
+            part = flat[i : i + 2**20]
+            part += scale * chacha.gaussians(key, i, len(part), value.device).float()

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ._check import count, one_of, open_unit, positive, probability
+from ._check import between, count, one_of, open_unit, positive, probability
 from ._show import shown_delta, shown_epsilon
 from .accounting.accountants import CERTIFYING, epsilon_of
+from .accounting.arithmetic import accounted
 from .accounting.calibrate import solve
 from .accounting.events import ADJACENCIES, Event, decayed, decaying
 from .errors import CannotCertify
@@ -32,6 +33,9 @@ class Plan:
     A threshold that looks at the data releases something of its own from the same batch. Both releases are one
     Gaussian mechanism with the total `noise_multiplier` σ; the gradient gets σ_T = (σ⁻² − σ_H⁻²)^(−1/2).
     `noise_decay` ρ lets σ fall to ρ·σ over the run (Du et al.), in at most 50 stairs; σ is then the first step's.
+    `evaluations` pays beforehand for as many looks at private records (`private_score`), each a sum of scores in
+    [0, 1] with noise of standard deviation `evaluation_noise`; ε covers them whether or not they are used.
+    δ covers what finite arithmetic adds: ε is computed at a δ smaller by a millionth.
 
     >>> plan = Plan(noise_multiplier=1.5, delta=1e-5, sampling_prob=0.04, steps=2250, expected_batch_size=100)
     >>> round(plan.epsilon, 3)
@@ -47,6 +51,8 @@ class Plan:
     rule: Rule = field(default_factory=PSAC)
     threshold: Threshold = field(default_factory=FixedThreshold)
     noise_decay: float = 1.0
+    evaluations: int = 0
+    evaluation_noise: float = 20.0
     accountant: str = "pld"
     adjacency: str = "add_or_remove_one"
     target_epsilon: float | None = field(default=None, init=False)
@@ -68,13 +74,15 @@ class Plan:
         if (reason := self.threshold.why_not(self.rule)) is not None:
             raise ValueError(f"threshold does not go with the rule: {reason}")
         self._set("noise_decay", probability(noise_decay=self.noise_decay))
+        self._set("evaluations", count(minimum=0, evaluations=self.evaluations))
+        self._set("evaluation_noise", between(1e-10, 1e10, evaluation_noise=self.evaluation_noise))
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("Give exactly one of epsilon (the target) and noise_multiplier.")
         if self.epsilon is not None:
             self._set("target_epsilon", positive(epsilon=self.epsilon))
             self._set("noise_multiplier", self._solved(self.epsilon))
         self._set("noise_multiplier", positive(noise_multiplier=self.noise_multiplier))
-        self._set("epsilon", self.epsilon_after(self.steps))
+        self._set("epsilon", self.epsilon_after(self.steps, self.evaluations))
         if not math.isfinite(self.epsilon):
             raise ValueError(f"No finite epsilon at delta={self.delta:g}: delta is too small for {self.accountant}.")
         self._check_release()
@@ -103,10 +111,16 @@ class Plan:
         object.__setattr__(self, name, value)
 
     def _solved(self, epsilon: float) -> float:
-        return solve(lambda sigma: self._event(sigma, self.steps), epsilon, self.delta, self.accountant)
+        return solve(
+            lambda sigma: self._event(sigma, self.steps, self.evaluations),
+            epsilon,
+            accounted(self.delta),
+            self.accountant,
+        )
 
-    def _event(self, sigma: float, steps: int) -> Event:
-        return decaying(sigma, self.noise_decay, steps, self.steps, self.sampling_prob, self.adjacency)
+    def _event(self, sigma: float, steps: int, looks: int) -> Event:
+        seen = looks / self.evaluation_noise**2
+        return decaying(sigma, self.noise_decay, steps, self.steps, self.sampling_prob, self.adjacency, seen)
 
     @classmethod
     def for_dataset(cls, *, size: int, batch_size: int, epochs: float, **others: Any) -> Plan:
@@ -123,6 +137,11 @@ class Plan:
     def most_charges(self) -> int:
         """One for every step."""
         return self.steps
+
+    @property
+    def most_looks(self) -> int:
+        """One for every evaluation."""
+        return self.evaluations
 
     @property
     def release(self) -> Release | None:
@@ -155,13 +174,19 @@ class Plan:
             dimension=dimension,
         )
 
-    def event(self, steps: int) -> Event:
-        """What `steps` steps of this plan do to the data: the joint release of each, accounted once."""
-        return self._event(self.noise_multiplier, steps)
+    def event(self, steps: int, looks: int = 0) -> Event:
+        """What `steps` steps and `looks` evaluations do to the data: the joint release of each, accounted once."""
+        return self._event(self.noise_multiplier, steps, looks)
 
-    def epsilon_after(self, steps: int) -> float:
-        """ε of the first `steps` steps."""
-        return epsilon_of(self.event(steps), self.delta, self.accountant) if steps else 0.0
+    def epsilon_after(self, steps: int, looks: int = 0) -> float:
+        """ε of the first `steps` steps and `looks` evaluations."""
+        return self.epsilon_at(self.delta, steps, looks)
+
+    def epsilon_at(self, delta: float, steps: int, looks: int = 0) -> float:
+        """As epsilon_after, at another δ: one run is (ε, δ)-private for every pair at once."""
+        if not steps and not looks:
+            return 0.0
+        return epsilon_of(self.event(max(steps, 1), looks), accounted(delta), self.accountant)
 
     def as_dict(self) -> dict[str, Any]:
         """All public numbers, for ledgers and reports."""
@@ -194,6 +219,7 @@ class Plan:
             "accountant": self.accountant,
             "rule": repr(self.rule),
             "threshold": repr(self.threshold),
+            "evaluations": {"at most": self.evaluations, "noise": self.evaluation_noise} if self.evaluations else None,
         }
 
     def __str__(self) -> str:
@@ -209,6 +235,9 @@ class Plan:
             f"  batch           {self.expected_batch_size:g} expected (the divisor), sizes vary from step to step",
             f"  clipping        {self.rule!r}, {self.threshold!r}",
         ]
+        if self.evaluations:
+            noise = f"noise {self.evaluation_noise:g} on the sum of scores"
+            lines.append(f"  evaluations     at most {self.evaluations} on private records, {noise}")
         if isinstance(self.threshold, DecayThreshold):
             shown = (self.threshold.init(self.facts(t, 1)).clip_norm for t in self._shown_steps())
             lines.append(f"                  clip norm {_schedule(shown)} over the run")

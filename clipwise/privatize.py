@@ -20,6 +20,7 @@ from .ledger import Ledger
 from .noise import Mode, NoiseSource
 from .plan import Plan
 from .sampling import PoissonSampler
+from .statement import check_arithmetic
 from .training import PrivateTraining, Settings
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel"})
@@ -61,7 +62,8 @@ def privatize(
         preflight: False skips the check; "private" runs it on private records; the ledger says either.
         probe: a few public records for the preflight, instead of made-up ones.
         sampling: "asserted" lets you step your own batches; the ledger says that you vouched for them.
-        noise: "fast" uses torch's generator: NOT CERTIFIED, and the ledger says so.
+        noise: "hardened" resists floating-point attacks, on the CPU; "fast" uses torch's generator: NOT CERTIFIED,
+            and the ledger says so.
         seed: makes the run repeatable and NOT PRIVATE, and the ledger says so.
         op_rules: rules for ops that clipwise does not know.
 
@@ -88,6 +90,7 @@ def privatize(
     check_optimizer(optimizer, model)
     plan.rule.sensitivity(1.0, len(plan.rule.groups(list(trainable(model)))))
     source, sampler = NoiseSource(noise, seed_or_none(seed=seed)), PoissonSampler(plan.sampling_prob, seed)
+    check_arithmetic(plan, source, model)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
     opened = _opened(ledger, plan, asserted, (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None)))
     settings = Settings(microbatch, engine, preflight, probe, sampling, op_rules)

@@ -25,6 +25,7 @@ from .noise import NoiseSource
 from .plan import Plan
 from .rules import steepness_of
 from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, poisson_batches
+from .statement import run_statement
 from .thresholds import Facts, State
 
 
@@ -150,22 +151,7 @@ class PrivateTraining:
 
     def statement(self) -> dict[str, Any]:
         """What can be promised about the run so far, and what cannot."""
-        asserted, notes = self._ledger.head["assertions"], list(self._ledger.notes)
-        statement = {
-            **self._plan.statement(),
-            "spent_epsilon": self.epsilon,
-            "steps_charged": self._ledger.charges,
-            "asserted_by_user": asserted,
-            "notes": notes,
-            "certified": not asserted and not notes,
-            "ledger": repr(self._ledger),
-        }
-        if "seed" in asserted or "noise" in asserted:
-            verdict = "NOT PRIVATE: the noise was seeded" if "seed" in asserted else "NOT CERTIFIED: fast noise"
-            statement["guarantee"] = verdict
-        elif asserted or notes:
-            statement["guarantee"] += ", provided that what the user asserted is true"
-        return statement
+        return run_statement(self._plan, self._ledger, self._noise, self._model)
 
     # -- batches ------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ._check import count, open_unit, positive, probability
 from ._show import shown_delta, shown_epsilon
+from .accounting.arithmetic import accounted
 from .accounting.tuning import Search, calibrate_search, tuning_epsilon
 from .errors import BudgetExhausted, TuningFailed
 from .ledger import Ledger
@@ -98,7 +99,7 @@ class TuningPlan:
         if self.score_noise is not None and self.score_size is not None:
             self._set("score_noise", positive(score_noise=self.score_noise))
             self._set("score_size", positive(score_size=self.score_size))
-        release = {"sampling_prob": self.sampling_prob, "steps": self.steps, "delta": self.delta}
+        release = {"sampling_prob": self.sampling_prob, "steps": self.steps, "delta": accounted(self.delta)}
         sigma = calibrate_search(self.search, epsilon=self.epsilon, score_noise=self.score_noise, **release)  # type: ignore[arg-type]
         self._set("noise_multiplier", sigma)
         spent = tuning_epsilon(self.search, noise_multiplier=sigma, score_noise=self.score_noise, **release)  # type: ignore[arg-type]
@@ -122,7 +123,12 @@ class TuningPlan:
         """Of the search."""
         return self.search.accountant
 
-    def epsilon_after(self, steps: int) -> float:
+    @property
+    def most_looks(self) -> int:
+        """None beside the search itself."""
+        return 0
+
+    def epsilon_after(self, steps: int, looks: int = 0) -> float:
         """A search that has begun is spent whole."""
         return self.spent if steps else 0.0
 

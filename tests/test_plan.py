@@ -6,6 +6,7 @@ import math
 import pytest
 
 import clipwise as cw
+from clipwise.accounting.arithmetic import accounted
 from clipwise.errors import CannotCertify
 
 NUMBERS = {"delta": 1e-5, "sampling_prob": 0.1, "steps": 20, "expected_batch_size": 10}
@@ -24,7 +25,8 @@ def test_epsilon_is_what_the_plan_achieves():
     plan = cw.Plan(epsilon=2.0, **NUMBERS)
     assert plan.target_epsilon == 2.0
     assert 2 - 1e-3 <= plan.epsilon <= 2
-    assert plan.epsilon == cw.epsilon(noise_multiplier=plan.noise_multiplier, sampling_prob=0.1, steps=20, delta=1e-5)
+    numbers = {"noise_multiplier": plan.noise_multiplier, "sampling_prob": 0.1, "steps": 20}
+    assert plan.epsilon == cw.epsilon(**numbers, delta=accounted(1e-5))
     assert plan.gradient_noise_multiplier == plan.noise_multiplier
     assert plan.epsilon_after(0) == 0
     assert plan.epsilon_after(10) < plan.epsilon

@@ -55,9 +55,10 @@ def dp_events(event: Event) -> list[tuple[Any, int]]:
     import dp_accounting
 
     if event.sampling_prob == 1:
-        return [(dp_accounting.GaussianDpEvent(sum(n / s**2 for s, n in event.levels) ** -0.5), 1)]
+        return [(dp_accounting.GaussianDpEvent((event.looks + sum(n / s**2 for s, n in event.levels)) ** -0.5), 1)]
     releases = ((dp_accounting.GaussianDpEvent(sigma), steps) for sigma, steps in event.levels)
-    return [(dp_accounting.PoissonSampledDpEvent(event.sampling_prob, r), steps) for r, steps in releases]
+    sampled = [(dp_accounting.PoissonSampledDpEvent(event.sampling_prob, r), steps) for r, steps in releases]
+    return sampled + ([(dp_accounting.GaussianDpEvent(event.looks**-0.5), 1)] if event.looks else [])
 
 
 def _pld(event: Event, delta: float, grid: float) -> float:
@@ -65,30 +66,37 @@ def _pld(event: Event, delta: float, grid: float) -> float:
 
     The grid follows RDP's bound, which is monotone, and a coarser grid only raises ε: so this is monotone too.
     """
-    import dp_accounting
-
     add_or_remove = event.adjacency == "add_or_remove_one"
     rough = _rdp(_simpler(event), delta)
     if not rough <= 2000:
         return rough if add_or_remove else math.inf
     width = max(grid, 1e-2 if rough > 200 else 1e-3 if rough > 20 or len(event.levels) > 1 else 0.0)
-    relations = dp_accounting.NeighboringRelation
-    relation = relations.ADD_OR_REMOVE_ONE if add_or_remove else relations.REPLACE_ONE
-    accountant = dp_accounting.pld.PLDAccountant(relation, value_discretization_interval=width)
-    for release, steps in dp_events(event):
-        accountant.compose(release, steps)
-    found = float(accountant.get_epsilon(delta))
+    found = float(_composed_pld(event, width).get_epsilon(delta))
     if 0.5 < event.sampling_prob < 1:  # sampling only helps: the grid's own error must not say otherwise
         found = min(found, epsilon_of(rescaled(event, sampling_prob=1.0), delta, "pld", grid))
     return min(found, rough) if add_or_remove else found
 
 
+@lru_cache(maxsize=4)
+def _composed_pld(event: Event, width: float) -> Any:
+    """The distribution of the privacy loss on a grid of `width`: the slow part, and the same for every δ."""
+    import dp_accounting
+
+    relations = dp_accounting.NeighboringRelation
+    relation = relations.ADD_OR_REMOVE_ONE if event.adjacency == "add_or_remove_one" else relations.REPLACE_ONE
+    accountant = dp_accounting.pld.PLDAccountant(relation, value_discretization_interval=width)
+    for release, steps in dp_events(event):
+        accountant.compose(release, steps)
+    return accountant
+
+
 def _simpler(event: Event) -> StepEvent:
     """An event that costs no less: every step with the least noise, and half of it for replace-one."""
-    sigma = min(sigma for sigma, _ in event.levels)
-    sigma = sigma if event.adjacency == "add_or_remove_one" else sigma / 2
+    sigma, shift = min(sigma for sigma, _ in event.levels), 1 if event.adjacency == "add_or_remove_one" else 2
     steps = sum(steps for _, steps in event.levels)
-    return StepEvent(noise_multiplier=sigma, sampling_prob=event.sampling_prob, steps=steps)
+    return StepEvent(
+        noise_multiplier=sigma / shift, sampling_prob=event.sampling_prob, steps=steps, looks=event.looks * shift**2
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -134,7 +142,8 @@ def _gdp(event: Event, delta: float) -> float:
         raise ValueError("accountant='gdp' knows add_or_remove_one only.")
     if any(1 / sigma**2 > 700 for sigma, _ in event.levels):
         return math.inf
-    mu = event.sampling_prob * math.sqrt(sum(steps * math.expm1(1 / sigma**2) for sigma, steps in event.levels))
+    sampled = event.sampling_prob**2 * sum(steps * math.expm1(1 / sigma**2) for sigma, steps in event.levels)
+    mu = math.sqrt(sampled + event.looks)
 
     def excess(eps: float) -> float:
         second = math.exp(min(eps + log_ndtr(-eps / mu - mu / 2), 0.0))

@@ -1,0 +1,82 @@
+"""ChaCha as a pure function: (key, counter) → words → Gaussian numbers, on any device. Nothing here draws.
+
+Element e of a tensor belongs to chunk e // 2048; chunk c uses the blocks 256·c … 256·c + 255 of the tensor's own
+key, so that any part of a tensor can be made alone and agrees with the whole. A block of 16 words gives eight
+numbers by Box–Muller: of four words, three are the radius (96 bits, tails to 11.5σ) and one is the angle.
+
+The key is used for one tensor of one release and never again. The block function is that of RFC 8439, all twenty
+rounds of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ROUNDS = 20
+LANES = 256  # blocks per chunk
+CHUNK = 8 * LANES  # elements per chunk
+REACH = math.sqrt(2 * 96 * math.log(2))  # no number lies further out, in standard deviations
+_CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
+_MASK = 0xFFFFFFFF
+_QUARTERS = (
+    *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),  # columns
+    *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),  # diagonals
+)
+
+
+def key_words(key: bytes) -> tuple[int, ...]:
+    """Eight little-endian words of a 32-byte key."""
+    if len(key) != 32:
+        raise ValueError(f"A ChaCha key has 32 bytes, got {len(key)}.")
+    return tuple(int.from_bytes(key[i : i + 4], "little") for i in range(0, 32, 4))
+
+
+def block_words(key: bytes, tail: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS) -> list[Tensor]:
+    """The 16 words of each block, as int64; `tail` holds the words 12 … 15 of the state (counter and nonce).
+
+    >>> nonce = [torch.tensor([w]) for w in (1, 0x09000000, 0x4A000000, 0)]
+    >>> words = block_words(bytes(range(32)), tuple(nonce))  # RFC 8439, 2.3.2
+    >>> hex(int(words[0])), hex(int(words[15]))
+    ('0xe4e7f110', '0x4e3c50a2')
+    """
+    zeros = torch.zeros_like(tail[0])
+    start = [zeros + word for word in (*_CONSTANTS, *key_words(key))] + list(tail)
+    x = list(start)
+    for _ in range(rounds // 2):
+        for a, b, c, d in _QUARTERS:
+            for left, right, into, turn in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+                x[left] = (x[left] + x[right]) & _MASK
+                mixed = x[into] ^ x[left]
+                x[into] = ((mixed << turn) | (mixed >> (32 - turn))) & _MASK
+    return [(word + first) & _MASK for word, first in zip(x, start, strict=True)]
+
+
+def pair(radius: tuple[Tensor, Tensor, Tensor], angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent Gaussian numbers, float64, from 96 + 32 bits (Box–Muller)."""
+    high, middle, low = (word.double() for word in radius)
+    u = high * 2.0**-32 + middle * 2.0**-64 + low * 2.0**-96 + 2.0**-97
+    near_one = (_MASK - high) * 2.0**-32 + (_MASK - middle) * 2.0**-64  # 1 − u, without cancellation
+    log = torch.where(u < 0.5, u.log(), torch.log1p(-near_one.clamp(max=0.5)))
+    r, turn = (-2 * log).sqrt(), angle.double() * (2 * math.pi * 2.0**-32)
+    return r * turn.cos(), r * turn.sin()
+
+
+def gaussians(key: bytes, offset: int, length: int, device: torch.device | str = "cpu") -> Tensor:
+    """Elements offset … offset + length of the key's Gaussian stream, float64: the reference for the GPU kernel.
+
+    >>> whole = gaussians(bytes(32), 0, 5000)
+    >>> bool((gaussians(bytes(32), 3000, 100) == whole[3000:3100]).all())
+    True
+    """
+    first, last = offset // CHUNK, -(-(offset + length) // CHUNK)
+    counter = torch.arange(first * LANES, last * LANES, device=device)
+    zeros = torch.zeros_like(counter)
+    words = block_words(key, (counter & _MASK, counter >> 32, zeros, zeros))
+    numbers: list[Tensor] = []
+    for i in range(0, 16, 4):
+        numbers += pair((words[i], words[i + 1], words[i + 2]), words[i + 3])
+    chunks = torch.stack(numbers).reshape(8, -1, LANES).transpose(0, 1).reshape(-1)  # element = 2048·c + 256·j + i
+    return chunks[offset - first * CHUNK :][:length]

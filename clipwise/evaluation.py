@@ -1,0 +1,86 @@
+"""The lawful way to look at private records: a noisy mean score, charged to the run's ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._check import count, positive
+from .batch import map_tensors
+from .errors import LossShape
+from .sampling import Collate, as_dataset, collate_for
+from .training import PrivateTraining
+
+ScoreFn = Callable[[nn.Module, Any], Tensor]
+
+
+def private_score(
+    training: PrivateTraining,
+    dataset: Any,
+    score_fn: ScoreFn,
+    *,
+    size: float,
+    collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
+    batch_size: int = 1,
+) -> float:
+    """A mean score over private records, with noise: (Σ score_i + N(0, plan.evaluation_noise²)) / size.
+
+    Guarantee: part of the run's (ε, δ), which `Plan(evaluations=…)` paid for beforehand; the ledger is charged before
+    the value exists. Each record's score is clamped to [0, 1] (NaN counts as 0), so that one record moves the sum by
+    at most 1. By default each record is scored alone, whatever `score_fn` does; with a larger `batch_size` you vouch
+    that scores do not depend on each other, and the ledger says so.
+
+    Args:
+        training: the run; its model is scored in eval mode.
+        dataset: as for `training.batches`; all of it is used, so there is no gain from sampling.
+        score_fn: score_fn(model, batch) → one number per record, such as 1.0 for a right answer.
+        size: the number of records, declared public: the divisor.
+        collate_fn: as for `training.batches`.
+        device: where the model lives, if not where the records are.
+        batch_size: records that are scored together.
+    """
+    size, rows = positive(size=size), count(batch_size=batch_size)
+    records, collate = as_dataset(dataset), collate_for(dataset, collate_fn)
+    plan, ledger, model = training.plan, training.ledger, training.model
+    if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
+        ledger.note(remark)
+    ledger.reserve("look")
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        total = 0
+        with torch.no_grad():
+            for start in range(0, len(records), rows):
+                stop = min(start + rows, len(records))
+                data = collate([records[i] for i in range(start, stop)])
+                if device is not None:
+                    data = map_tensors(data, lambda x: x.to(device))
+                total += _summed(score_fn(model, data), stop - start)
+    except BaseException:
+        ledger.commit("look")
+        ledger.note("an evaluation failed on private data and was charged; that it failed is outside the guarantee")
+        raise
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    number = ledger.commit("look")
+    noised = training._noise.add_(
+        {"score": torch.tensor([total / 2**20], dtype=torch.float64)},
+        sensitivity=1.0,
+        noise_multiplier=plan.evaluation_noise,
+        sequence=number,
+        stream="evaluation",
+    )
+    return float(noised["score"][0]) / size
+
+
+def _summed(scores: Any, rows: int) -> int:
+    """Each score in [0, 1], rounded to 20 bits and summed as integers: no order of adding rounds."""
+    if not isinstance(scores, Tensor) or scores.shape != (rows,):
+        raise LossShape("score_fn must return one number per record, shape [b], such as (prediction == label).float().")
+    bounded = scores.detach().double().nan_to_num(nan=0.0).clamp(0.0, 1.0)
+    return int((bounded * 2**20).round().long().sum())

@@ -1,0 +1,76 @@
+"""The privacy statement of a run: what is promised, on whose word, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .accounting.arithmetic import ROOM, tail_delta
+from .clipping import trainable
+from .errors import CannotCertify
+from .ledger import Ledger
+from .noise import NoiseSource
+from .plan import Plan
+
+NOT_CERTIFIED = (
+    "a person with several examples: the unit is one example",
+    "choices made by looking at private data: model, learning rate, stopping, preprocessing, vocabulary, class weights",
+    "evaluations on private data that were not made by private_score",
+    "what was tried before this run and thrown away (see clipwise tune)",
+    "side channels: time, memory, power, exceptions' texts",
+    "a ledger and a checkpoint that are both put back to an older state",
+)
+_GAPS = "floating-point gaps in the noise (privatize(noise='hardened') closes them)"
+
+
+def arithmetic_delta(plan: Plan, noise: NoiseSource, model: nn.Module) -> float:
+    """What the finite tails of the noise add to δ over the whole plan."""
+    parameters = trainable(model).values()
+    devices = {p.device for p in parameters} | {torch.device("cpu")}  # thresholds are noised on the CPU
+    return tail_delta(
+        reach=min(noise.reach(device) for device in devices),
+        noise_multiplier=plan.noise_multiplier * plan.noise_decay,
+        steps=plan.steps * (1 if plan.release is None else 2) + plan.evaluations,
+        dimension=sum(p.numel() for p in parameters) + (plan.release.size if plan.release else 0),
+    )
+
+
+def check_arithmetic(plan: Plan, noise: NoiseSource, model: nn.Module) -> None:
+    """Refuse a plan whose δ has no room for its arithmetic."""
+    if noise.certified and (extra := arithmetic_delta(plan, noise, model)) > ROOM * plan.delta:
+        raise CannotCertify(
+            f"The tails of the noise end too early for so little noise: they would add {extra:.1e} to "
+            f"delta={plan.delta:g}. Use privatize(noise='hardened'), whose tails do not end, or more noise."
+        )
+
+
+def run_statement(plan: Plan, ledger: Ledger, noise: NoiseSource, model: nn.Module) -> dict[str, Any]:
+    """What can be promised about the run so far, and what cannot. Every value is public and fits into JSON."""
+    asserted, notes = ledger.head["assertions"], list(ledger.notes)
+    statement = {
+        **plan.statement(),
+        "spent_epsilon": ledger.spent,
+        "spent_epsilon_at_delta": _at_several(plan, ledger),
+        "steps_charged": ledger.charges,
+        "evaluations_charged": ledger.looks,
+        "noise": {"mode": noise.mode, "arithmetic_delta": arithmetic_delta(plan, noise, model), "room": ROOM},
+        "asserted_by_user": asserted,
+        "notes": notes,
+        "certified": not asserted and not notes,
+        "not_certified": [*NOT_CERTIFIED, *([] if noise.mode == "hardened" else [_GAPS])],
+        "ledger": repr(ledger),
+    }
+    if "seed" in asserted or "noise" in asserted:
+        verdict = "NOT PRIVATE: the noise was seeded" if "seed" in asserted else "NOT CERTIFIED: fast noise"
+        statement["guarantee"] = verdict
+    elif asserted or notes:
+        statement["guarantee"] += ", provided that what the user asserted is true"
+    return statement
+
+
+def _at_several(plan: Plan, ledger: Ledger) -> dict[str, float]:
+    """ε of what was spent, at the plan's δ and at smaller and larger ones: all of them hold at once."""
+    deltas = sorted({plan.delta, *(d for k in range(-2, 3) if 0 < (d := plan.delta * 10.0**k) <= 0.1)})
+    return {f"{delta:.3g}": plan.epsilon_at(delta, ledger.charges, ledger.looks) for delta in deltas}
