@@ -5,6 +5,11 @@ from .accounting import calibrate as calibrate
 from .accounting import calibrate_search as calibrate_search
 from .accounting import epsilon as epsilon
 from .accounting import tuning_epsilon as tuning_epsilon
+from .audit import Audit as Audit
+from .audit import audit_run as audit_run
+from .audit import one_run_epsilon as one_run_epsilon
+from .audit_training import audit_canaries as audit_canaries
+from .audit_training import audit_step as audit_step
 from .batch_norm import fix_batch_norm as fix_batch_norm
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint

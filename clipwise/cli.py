@@ -1,4 +1,4 @@
-"""The command line: train, tune, epsilon, calibrate. Bad input gets one clear line and exit code 2."""
+"""The command line: train, tune, epsilon, calibrate, audit, ledger. Bad input gets one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +17,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.exceptions import TyperException
 
 from . import __version__
+from ._check import count, open_unit, positive
 from ._show import shown_delta, shown_epsilon
 from .accounting import calibrate as solve_sigma
 from .accounting import epsilon as spent_epsilon
 from .accounting.tuning import METHODS
+from .cli_ledger import shown_entries, shown_summary, summary
 from .cli_tuning import digits_search, tuning_costs, tuning_table
 from .errors import ClipwiseError
 from .plan import Plan
@@ -180,7 +183,6 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a built-in recipe under differential privacy."""
-    from ._check import positive
     from .recipes import digits
 
     with _one_clear_line():
@@ -245,6 +247,55 @@ def tune(
         with Console(stderr=True).status("searching; how many runs there are is secret"):
             winner = search.run(ledger, out)
         _show(winner, as_json, search.text(winner))
+
+
+@app.command()
+def audit(
+    noise_multiplier: Annotated[float, typer.Option(help="σ of the audited step.")] = 1.0,
+    delta: Delta = 1e-5,
+    draws: Annotated[int, typer.Option(help="Releases per world; a million takes a minute or two.")] = 100_000,
+    canaries: Annotated[int, typer.Option(help="Of the run that is audited as a whole; 0 leaves it out.")] = 10_000,
+    alpha: Annotated[float, typer.Option(help="How often a step's bound may be wrong by chance.")] = 1e-6,
+    out: Annotated[Path | None, typer.Option(help="Picture of bounds and claims (.png, .svg).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Attack the library's own steps, for every rule and threshold: lower bounds on ε beside the claims."""
+    from .cli_audit import audit_table, plot, shown
+
+    with _one_clear_line():
+        rows = audit_table(
+            RULES,
+            {name: partial(_threshold, name, 1.0) for name in THRESHOLDS},
+            sigma=positive(noise_multiplier=noise_multiplier),
+            delta=open_unit(delta=delta),
+            draws=count(draws=draws),
+            alpha=open_unit(alpha=alpha),
+            canaries=count(minimum=0, canaries=canaries),
+        )
+        if out is not None:
+            plot(rows, out)
+        _show({"audits": rows}, as_json, shown(rows) + (f"\npicture        {out}" if out else ""))
+    if any(row["refuted"] for row in rows):
+        raise typer.Exit(1)
+
+
+ledger_app = typer.Typer(no_args_is_help=True, help="Look at a ledger file: verify, show.")
+app.add_typer(ledger_app, name="ledger")
+
+
+@ledger_app.command()
+def verify(file: Annotated[Path, typer.Argument(help="The ledger.")], as_json: Json = False) -> None:
+    """Check every line of a ledger, and compute what it has spent."""
+    with _one_clear_line():
+        found = summary(file)
+        _show(found, as_json, shown_summary(found))
+
+
+@ledger_app.command()
+def show(file: Annotated[Path, typer.Argument(help="The ledger.")]) -> None:
+    """Print a ledger's lines, once they are verified."""
+    with _one_clear_line():
+        print(shown_entries(file))
 
 
 @contextmanager

@@ -319,14 +319,8 @@ class PrivateTraining:
         for name, p in parameters.items():
             step.sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
         number = self._ledger.commit()
-        noised = self._noise.add_(
-            step.sums,
-            sequence=number,
-            sensitivity=step.sensitivity,
-            noise_multiplier=self._plan.gradient_noise_multiplier_at(number - 1),
-            stream="gradient",
-        )
-        self._threshold = self._updated(step, number)
+        noised, released = self._noised(step, number)
+        self._threshold = self._plan.threshold.update(step.threshold, released, self._facts())
         for name, p in parameters.items():
             p.grad = noised[name].div_(self._plan.expected_batch_size).to(p.dtype)
         try:
@@ -336,20 +330,28 @@ class PrivateTraining:
             self._guard.open = False
             self._optimizer.zero_grad(set_to_none=True)
 
-    def _updated(self, step: _Step, number: int) -> State:
-        """The threshold for the next step, from the noised observation of this one."""
-        release, released = self._plan.release, None
-        if release is not None:
-            seen = torch.zeros(release.size, dtype=torch.float64) if step.observed is None else step.observed
-            assert seen.shape == (release.size,)
-            released = self._noise.add_(
-                {"observed": seen},
-                sequence=number,
-                sensitivity=release.sensitivity,
-                noise_multiplier=release.noise_multiplier,
-                stream="threshold",
-            )["observed"]
-        return self._plan.threshold.update(step.threshold, released, self._facts())
+    def _noised(self, step: _Step, number: int) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What leaves the private side: the sum, and what the threshold observed, each with its noise."""
+        sums = self._noise.add_(
+            step.sums,
+            sequence=number,
+            sensitivity=step.sensitivity,
+            noise_multiplier=self._plan.gradient_noise_multiplier_at(number - 1),
+            stream="gradient",
+        )
+        release = self._plan.release
+        if release is None:
+            return sums, None
+        seen = torch.zeros(release.size, dtype=torch.float64) if step.observed is None else step.observed
+        assert seen.shape[-1:] == (release.size,)
+        observed = self._noise.add_(
+            {"observed": seen},
+            sequence=number,
+            sensitivity=release.sensitivity,
+            noise_multiplier=release.noise_multiplier,
+            stream="threshold",
+        )
+        return sums, observed["observed"]
 
     def _check_parameters(self) -> dict[str, nn.Parameter]:
         parameters = trainable(self._model)

@@ -50,7 +50,12 @@ ALLOWED = {
     "checkpoint": {"errors", "thresholds", "training"},
     "recipes": {"errors", "plan", "privatize", "recipes", "rules", "thresholds", "training", "trials"},
     "cli": BASE
-    | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training", "cli_tuning"},
+    | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"}
+    | {"cli_audit", "cli_ledger", "cli_tuning"},
+    "audit": {"_check"},
+    "audit_training": BASE | {"audit", "clipping", "noise", "plan", "privatize", "rules", "sampling", "training"},
+    "cli_audit": {"audit", "audit_training", "plan", "rules", "thresholds"},
+    "cli_ledger": {"_show", "accounting", "errors", "ledger_file"},
     "cli_tuning": BASE | {"_show", "accounting", "recipes", "rules", "tuning"},
 }
 

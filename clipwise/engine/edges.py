@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..errors import UnrecordedGradient
 from .contributions import Contribution
 from .derived import Derived, Source
 
@@ -54,3 +55,12 @@ class Record:
     edge: GradientEdge | Tensor
     targets: tuple[Source | Derived, ...]
     contributions: Callable[[Tensor], Iterator[tuple[Source | Derived, Contribution]]]
+
+
+def not_seen(names: Sequence[str]) -> UnrecordedGradient:
+    """The refusal for a gradient that arrives by an unknown way."""
+    return UnrecordedGradient(
+        f"Parameter(s) {', '.join(names)} got a gradient by a way the tape did not see (a scripted or compiled "
+        "function, a custom autograd.Function, or an in-place write). It would not be clipped. Use plain PyTorch ops "
+        "there, or engine='vmap'."
+    )

@@ -28,7 +28,7 @@ from .gradients import Gradients, check_losses
 from .ops import OpRule
 from .probes import lengths, made_record
 from .quiet import Quiet
-from .reduce import Paths
+from .reduce import Paths, Reduced, exact_products
 from .tape import Tape
 
 Collate = Callable[[list[Any]], Any]
@@ -179,8 +179,11 @@ class _Rig:
         if self.engine == "vmap":
             return vmap_gradients(self.model, self.loss_fn, batch, size)
         tape = Tape(self.model, batch, size, self.op_rules, self.paths)
-        with tape:
-            losses = self.loss_fn(self.model, batch)
+        try:
+            with tape:
+                losses = self.loss_fn(self.model, batch)
+        except CrossExampleOp as error:
+            raise CrossExampleOp(f"{error}{_suspects(self.model)}") from error
         return tape.backward(losses)
 
     def compared(self, records: Sequence[Any]) -> PreflightReport:
@@ -193,8 +196,10 @@ class _Rig:
         for i, record in enumerate(records):
             alone = self.collated([record])
             _restore(self.model, before)
-            loss, truth = _alone(self.model, self.loss_fn, alone, parameters)
-            errors = (norms[i] - truth.to(norms)).abs() / (float(truth.square().sum().sqrt()) + floor)
+            loss, own = _alone(self.model, self.loss_fn, alone, parameters)
+            truth = torch.stack([g.double().norm() for g in own.values()]).to(norms)
+            apart = torch.stack([_apart(g, gradients.reduced[name], i) for name, g in own.items()]).to(norms)
+            errors = torch.maximum((norms[i] - truth).abs(), apart) / (float(truth.square().sum().sqrt()) + floor)
             if not (torch.isfinite(loss) and torch.isfinite(truth).all()):
                 raise UnsupportedOp(
                     "The preflight's records gave a loss or gradient that is not finite, so nothing can be compared. "
@@ -238,23 +243,42 @@ class _Rig:
         return CrossExampleOp(
             f"A record gives another loss or gradient inside a batch than alone (relative difference of the loss "
             f"{loss_error:.2g}, of the gradient {norm_error:.2g}). {where} Clipping then bounds nobody's influence. "
-            "Usual causes: batch norm, padding to the longest with pooling over it, mixup, losses across the batch, "
+            "Usual causes: batch norm, a collate_fn that mixes or pads to the longest, losses across the batch, "
             "randomness of unusual kinds."
         )
 
 
+def _suspects(model: nn.Module) -> str:
+    """Modules that normalise by the batch, by name."""
+    found = [f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if hasattr(m, "running_mean")]
+    return f" It stands in {', '.join(found[:3])}." if found else ""
+
+
 def _alone(
     model: nn.Module, loss_fn: LossFn, data: Any, parameters: Mapping[str, nn.Parameter]
-) -> tuple[Tensor, Tensor]:
-    """Loss and per-parameter gradient norms of one record by plain autograd: no tape, no rule."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradient of one record by plain autograd: no tape, no rule."""
     losses = loss_fn(model, data)
     check_losses(losses, 1)
     values = list(parameters.values())
-    if not losses.requires_grad:
-        return losses[0].detach(), torch.zeros(len(values), dtype=torch.float64)
-    grads = torch.autograd.grad(losses[0], values, allow_unused=True)
-    norms = [0.0 if g is None else float(g.detach().double().norm()) for g in grads]
-    return losses[0].detach(), torch.tensor(norms, dtype=torch.float64, device=losses.device)
+    found: Sequence[Tensor | None] = [None] * len(values)
+    if losses.requires_grad:
+        found = torch.autograd.grad(losses[0], values, allow_unused=True)
+    grads = (torch.zeros_like(p) if g is None else g.detach() for p, g in zip(values, found, strict=True))
+    return losses[0].detach(), dict(zip(parameters, grads, strict=True))
+
+
+def _apart(truth: Tensor, reduced: Reduced | None, row: int) -> Tensor:
+    """‖the engine's own gradient of one row − the truth‖."""
+    if reduced is None:
+        return truth.double().square().sum().sqrt()
+    size = len(reduced.squared_norms())
+    one_hot = torch.zeros(size, dtype=torch.float64, device=truth.device)
+    one_hot[row] = 1.0
+    with exact_products(truth.device):
+        found = reduced.weighted_sum(one_hot, torch.ones(size, dtype=torch.bool, device=truth.device))
+    difference: Tensor = torch.linalg.vector_norm(found.double() - truth.double())
+    return difference
 
 
 def _first_difference(model: nn.Module, loss_fn: LossFn, batch: Any, alone: Any, row: int) -> str | None:
@@ -337,7 +361,7 @@ def _on_made_up(model: nn.Module, loss_fn: LossFn, records: Sequence[Any], setti
 
 def _unequal(model: nn.Module, loss_fn: LossFn, like: Any, length: int, settings: dict[str, Any]) -> None:
     """Records of unequal length, where model and collate function take them: padding must not change a record."""
-    cut = [length, max(length // 2, 1), max(2 * length // 3, 1)]
+    cut = [length, max(length // 2, 1), max(2 * length // 3, 1)] if length > 2 else [length, length + 2, length + 3]
     records = [made_record(like, number, (length, shorter)) for number, shorter in enumerate(cut)]
     try:
         preflight(model, loss_fn, records, **{**settings, "paths": None})

@@ -25,7 +25,7 @@ def _values(shape: Sequence[int], kind: torch.dtype, number: int) -> Tensor:
 
 
 def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> Any:
-    """A record of the structure of `like`; keep=(length, shorter) cuts first axes of that length."""
+    """A record of the structure of `like`; keep=(length, other) cuts or lengthens first axes of that length."""
     if isinstance(like, Tensor):
         shape = list(like.shape)
         if keep is not None and shape and shape[0] == keep[0]:
@@ -45,7 +45,7 @@ def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> 
         return type(like)(*(made_record(item, number, keep) for item in like))
     if isinstance(like, (list, tuple)):
         if keep is not None and len(like) == keep[0]:
-            like = like[: keep[1]]
+            like = (like * (1 + keep[1] // len(like)))[: keep[1]]
         return type(like)(made_record(item, number, keep) for item in like)
     if like is None:
         return None
@@ -58,7 +58,7 @@ def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> 
 def lengths(like: Any) -> set[int]:
     """First axes that could be sequence lengths."""
     if isinstance(like, (Tensor, np.ndarray)):
-        return {like.shape[0]} if like.ndim and like.shape[0] > 2 else set()
+        return {like.shape[0]} if like.ndim else set()
     items = like.values() if isinstance(like, Mapping) else like if isinstance(like, (list, tuple)) else ()
-    own = {len(like)} if isinstance(like, list) and len(like) > 2 else set()
+    own = {len(like)} if isinstance(like, list) and like else set()
     return own.union(*(lengths(item) for item in items))

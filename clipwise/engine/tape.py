@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,18 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError
 
 from ..batch import map_tensors, tensors
 from ..errors import ChangedInput, ParameterMismatch, UnrecordedGradient, UnsupportedOp
 from .composites import COMPOSITES, batched_equation
 from .contributions import Contribution, Dense
 from .derived import CASTS, Derived, Origin, Source, is_random, kind_of, names_of, no_rule, op_name, shares_rows
-from .edges import Record, Tap, Unview
+from .edges import Record, Tap, Unview, not_seen
 from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
+from .recompute import no_recompute
 from .reduce import Paths, Reduced, exact_products, reduce_uses
 from .rows import no_complex, spread_rows
 from .seen import Seen, is_inplace
@@ -63,6 +64,7 @@ class Tape(TorchFunctionMode):
         self._records: list[Record] = []
         self._anchor: dict[torch.device, Tensor] = {}
         self._blind: set[str] = set()  # parameters that met data under no_grad
+        self._once = ExitStack()
         self._seen = Seen(size)
         self._seen.mark(data)
 
@@ -82,6 +84,14 @@ class Tape(TorchFunctionMode):
                 )
             source = self._sources[id(parameter)] = Source(self._parameters[id(parameter)][0], parameter)
         return source
+
+    def __enter__(self) -> Any:
+        self._once.enter_context(no_recompute())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._once.close()
+        super().__exit__(*error)
 
     # -- what an op does ----------------------------------------------------------------------------
 
@@ -366,13 +376,12 @@ class Tape(TorchFunctionMode):
         return Gradients(losses.detach(), reduced, parameters)
 
     def _check_blind(self) -> None:
-        """A parameter used under no_grad alone is frozen, or hidden by reentrant checkpointing: never guess."""
+        """A parameter used under no_grad alone is meant to be frozen, or hidden by mistake: never guess."""
         recorded = {name for record in self._records for t in record.targets for name in t.names}
         if hidden := sorted(self._blind - recorded):
             raise UnrecordedGradient(
-                f"Parameter(s) {', '.join(hidden[:5])} are used under torch.no_grad() alone. If that is activation "
-                "checkpointing, use use_reentrant=False or none; if they are not trained, freeze them with "
-                "requires_grad_(False)."
+                f"Parameter(s) {', '.join(hidden[:5])} are used under torch.no_grad() alone, so they get noise and no "
+                "gradient. If they are not to be trained, freeze them with requires_grad_(False)."
             )
 
     def _gradients(self, losses: Tensor) -> list[Tensor | None]:
@@ -382,18 +391,9 @@ class Tape(TorchFunctionMode):
         before = {name: p.grad for name, p in named}
         edges = [record.edge for record in self._records]
         wanted: Any = [*edges, *(x for _, x in leaves)]
-        try:
-            found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
-        except CheckpointError as error:
-            raise UnrecordedGradient(
-                "Activation checkpointing runs the forward pass again where the tape cannot see it. Turn it off."
-            ) from error
+        found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
         missed = {name for (name, _), g in zip(leaves, found[len(edges) :], strict=True) if g is not None}
         missed |= {name for name, p in named if p.grad is not before[name]}
         if missed:
-            raise UnrecordedGradient(
-                f"Parameter(s) {', '.join(sorted(missed))} got a gradient by a way the tape did not see (a scripted or "
-                "compiled function, a custom autograd.Function, activation checkpointing, or an in-place write). It "
-                "would not be clipped. Use plain PyTorch ops there, or engine='vmap'."
-            )
+            raise not_seen(sorted(missed))
         return list(found[: len(edges)])

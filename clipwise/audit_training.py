@@ -1,0 +1,161 @@
+"""Audits of real runs: the very code that trains makes the draws that are judged."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ._check import count
+from ._types import LossFn
+from .audit import Audit, audit_draws, audit_run, gaussian_epsilon
+from .clipping import engine_gradients, trainable
+from .noise import Mode
+from .plan import Plan
+from .privatize import privatize
+from .rules import PSAC, Rule
+from .sampling import Coins
+from .training import PrivateTraining
+
+
+def audit_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    plan: Plan,
+    batch: Any,
+    batch_with_record: Any,
+    *,
+    draws: int = 100_000,
+    alpha: float = 1e-6,
+    noise: Mode = "secure",
+) -> Audit:
+    """Audit one step of `plan` on your own model, white-box: the same batch without and with one more record.
+
+    Both clipped sums are made by the engine and noised by the training step's own code, `draws` times; the attacker
+    knows everything but the noise and the answer. The claim is that of one step without sampling, the Gaussian
+    mechanism with σ = plan.noise_multiplier. Use public or made-up records: nothing is charged.
+
+    >>> from clipwise import Plan
+    >>> plan = Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=1.0, steps=1, expected_batch_size=2)
+    >>> found = audit_step(nn.Linear(3, 1), lambda m, x: m(x)[:, 0], plan, torch.ones(2, 3), 9 * torch.ones(3, 3))
+    >>> found.refuted
+    False
+    """
+    count(draws=draws)
+    sums, observed, training = [], [], None
+    for data in (batch, batch_with_record):
+        training = _fresh(model, loss_fn, plan, noise)
+        step = _clipped(training, loss_fn, data)
+        sums.append(step.sums)
+        observed.append(step.observed)
+    assert training is not None
+    ratio = _LikelihoodRatio(training, plan, sums, observed)
+    out, into = (ratio.draws(training, plan, world, draws) for world in (0, 1))
+    claimed = gaussian_epsilon(1 / plan.noise_multiplier, plan.delta)
+    return audit_draws(out, into, ratio.cut, claimed=claimed, delta=plan.delta, alpha=alpha)
+
+
+def _fresh(model: nn.Module, loss_fn: LossFn, plan: Plan, noise: Mode) -> PrivateTraining:
+    """A run of its own, with a ledger in memory: nothing of the user's is touched."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad(set_to_none=True)
+    optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=1.0)
+    return privatize(twin, optimizer, plan, loss_fn, sampling="asserted", preflight=False, noise=noise)
+
+
+def _clipped(training: PrivateTraining, loss_fn: LossFn, data: Any) -> Any:
+    """The step's own clipped sum and observation, before noise."""
+    for part in training.microbatches(data):
+        found = engine_gradients(training.model, loss_fn, part.data, len(part.mask), **training._engine())
+        training._add(found, part)
+    step = training._step
+    assert step is not None
+    parameters = trainable(training.model)
+    step.sums = {name: step.sums.get(name, torch.zeros_like(p)).double() for name, p in parameters.items()}
+    return step
+
+
+class _LikelihoodRatio:
+    """The best statistic there is: the log-likelihood ratio of the two worlds, given all that is released."""
+
+    def __init__(
+        self, training: PrivateTraining, plan: Plan, sums: list[dict[str, Tensor]], observed: list[Tensor | None]
+    ) -> None:
+        self.sums, self.observed = sums, observed
+        scale = plan.gradient_noise_multiplier_at(0) * training.sensitivity
+        self.directions = {name: (sums[1][name] - sums[0][name]) / scale**2 for name in sums[0]}
+        self.other: Tensor | None = None
+        if plan.release is not None and observed[0] is not None and observed[1] is not None:
+            self.other = (observed[1] - observed[0]) / plan.release.noise**2
+        self.cut = sum(self._value(sums[world], observed[world]) for world in (0, 1)) / 2
+
+    def _value(self, sums: dict[str, Tensor], observed: Tensor | None) -> float:
+        total = sum(float((d * sums[name]).sum()) for name, d in self.directions.items())
+        return total + (0.0 if self.other is None or observed is None else float((self.other * observed).sum()))
+
+    def draws(self, training: PrivateTraining, plan: Plan, world: int, number: int) -> np.ndarray[Any, Any]:
+        """The statistic of `number` independent releases, made in parts."""
+        found, part = [], max(1, 4_000_000 // sum(v.numel() for v in self.sums[world].values()))
+        step = training._step
+        assert step is not None
+        for start in range(0, number, part):
+            rows = min(part, number - start)
+            sums = {name: v.expand(rows, *v.shape).clone() for name, v in self.sums[world].items()}
+            seen = self.observed[world]
+            tiled = replace(step, sums=sums, observed=None if seen is None else seen.expand(rows, -1).clone())
+            if plan.release is not None and seen is None:
+                tiled.observed = torch.zeros(rows, plan.release.size, dtype=torch.float64)
+            training._noise = copy.copy(training._noise)  # a key of its own: the same step is released again and again
+            noised, released = training._noised(tiled, 1)
+            value = sum(torch.einsum("i,ni->n", d.flatten(), noised[n].flatten(1)) for n, d in self.directions.items())
+            if self.other is not None and released is not None:
+                value = value + released @ self.other
+            found.append(torch.as_tensor(value).numpy())
+        return np.concatenate(found)
+
+
+def audit_canaries(
+    *,
+    epsilon: float = 4.0,
+    delta: float = 1e-5,
+    canaries: int = 10_000,
+    steps: int = 1,
+    sampling_prob: float = 1.0,
+    rule: Rule | None = None,
+    guesses: int | None = None,
+    alpha: float = 0.05,
+    noise: Mode = "secure",
+) -> Audit:
+    """Audit a whole run, once: each canary's gradient has a coordinate of its own, and joins the data by a coin.
+
+    The data set holds the canaries whose coin says so; the attacker sees the final weights, and guesses the coins from
+    the canaries' coordinates. A fresh run under a plan for `epsilon` is trained for it.
+    """
+    batch = max(1.0, sampling_prob * count(canaries=canaries))
+    plan = Plan(
+        epsilon=epsilon,
+        delta=delta,
+        sampling_prob=sampling_prob,
+        steps=steps,
+        expected_batch_size=batch,
+        rule=rule or PSAC(),
+    )
+    model, secret = nn.Embedding(canaries, 1), Coins()
+    nn.init.zeros_(model.weight)
+    included = np.array([secret.uniform() < 0.5 for _ in range(canaries)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=batch)
+    training = privatize(model, optimizer, plan, _own_coordinate, noise=noise, preflight=False)
+    for drawn in training.batches(torch.from_numpy(np.flatnonzero(included))):
+        training.step(drawn)
+    scores = -model.weight.detach()[:, 0].double().numpy()
+    return audit_run(scores, included, claimed=plan.epsilon, delta=delta, alpha=alpha, guesses=guesses)
+
+
+def _own_coordinate(model: nn.Module, batch: Tensor) -> Tensor:
+    """The loss whose gradient is a unit vector of the record's own, times a thousand: clipped to C."""
+    outputs: Tensor = model(batch)
+    return outputs[:, 0] * 1e3
