@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Some CPUs announce AMX and then fault on it: keep oneDNN to AVX-512.
 export DNNL_MAX_CPU_ISA := AVX512_CORE
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint faults mutants bench clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,12 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+faults: $(STAMP)
+	CLIPWISE_ALL=1 $(BIN)/python -m pytest -n 2 tests/faults
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py

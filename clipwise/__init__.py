@@ -35,6 +35,7 @@ from .rules import Reparam as Reparam
 from .rules import Rule as Rule
 from .rules import check_rule as check_rule
 from .sampling import PoissonBatch as PoissonBatch
+from .statement import save_statement as save_statement
 from .threshold_check import check_threshold as check_threshold
 from .thresholds import DecayThreshold as DecayThreshold
 from .thresholds import FixedThreshold as FixedThreshold

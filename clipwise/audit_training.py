@@ -75,7 +75,7 @@ def _clipped(training: PrivateTraining, loss_fn: LossFn, data: Any) -> Any:
     step = training._step
     assert step is not None
     parameters = trainable(training.model)
-    step.sums = {name: step.sums.get(name, torch.zeros_like(p)).double() for name, p in parameters.items()}
+    step.sums = {name: step.sums.get(name, torch.zeros_like(p)) for name, p in parameters.items()}
     return step
 
 
@@ -87,7 +87,7 @@ class _LikelihoodRatio:
     ) -> None:
         self.sums, self.observed = sums, observed
         scale = plan.gradient_noise_multiplier_at(0) * training.sensitivity
-        self.directions = {name: (sums[1][name] - sums[0][name]) / scale**2 for name in sums[0]}
+        self.directions = {name: (sums[1][name].double() - sums[0][name].double()) / scale**2 for name in sums[0]}
         self.other: Tensor | None = None
         if plan.release is not None and observed[0] is not None and observed[1] is not None:
             self.other = (observed[1] - observed[0]) / plan.release.noise**2
@@ -111,10 +111,12 @@ class _LikelihoodRatio:
                 tiled.observed = torch.zeros(rows, plan.release.size, dtype=torch.float64)
             training._noise = copy.copy(training._noise)  # a key of its own: the same step is released again and again
             noised, released = training._noised(tiled, 1)
-            value = sum(torch.einsum("i,ni->n", d.flatten(), noised[n].flatten(1)) for n, d in self.directions.items())
+            value = sum(
+                torch.einsum("i,ni->n", d.flatten(), noised[n].flatten(1).double()) for n, d in self.directions.items()
+            )
             if self.other is not None and released is not None:
-                value = value + released @ self.other
-            found.append(torch.as_tensor(value).numpy())
+                value = value + (released @ self.other).to(value)
+            found.append(torch.as_tensor(value).cpu().numpy())
         return np.concatenate(found)
 
 

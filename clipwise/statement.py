@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +25,13 @@ NOT_CERTIFIED = (
     "a ledger and a checkpoint that are both put back to an older state",
 )
 _GAPS = "floating-point gaps in the noise (privatize(noise='hardened') closes them)"
+
+
+class Stated(Protocol):
+    """Whatever has a statement: a run."""
+
+    def statement(self) -> dict[str, Any]:
+        """What is promised, and what is not."""
 
 
 def arithmetic_delta(plan: Plan, noise: NoiseSource, model: nn.Module) -> float:
@@ -68,6 +77,11 @@ def run_statement(plan: Plan, ledger: Ledger, noise: NoiseSource, model: nn.Modu
     elif asserted or notes:
         statement["guarantee"] += ", provided that what the user asserted is true"
     return statement
+
+
+def save_statement(training: Stated, path: str | Path) -> None:
+    """Write the statement of a run as JSON, for those who receive the model."""
+    Path(path).write_text(json.dumps(training.statement(), indent=2, ensure_ascii=False) + "\n")
 
 
 def _at_several(plan: Plan, ledger: Ledger) -> dict[str, float]:

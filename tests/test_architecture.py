@@ -48,7 +48,7 @@ ALLOWED = {
     "privatize": BASE
     | {"_show", "clipping", "engine", "guard", "ledger", "noise", "plan", "sampling", "statement", "training"},
     "checkpoint": {"errors", "thresholds", "training"},
-    "recipes": {"errors", "plan", "privatize", "recipes", "rules", "thresholds", "training", "trials"},
+    "recipes": {"errors", "plan", "privatize", "recipes", "rules", "statement", "thresholds", "training", "trials"},
     "cli": BASE
     | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"}
     | {"cli_audit", "cli_ledger", "cli_tuning"},

@@ -11,6 +11,12 @@ def clipwise(*args, cwd=None):
     return subprocess.run([sys.executable, "-m", "clipwise", *args], capture_output=True, text=True, cwd=cwd)
 
 
+def call(*args):
+    """Exit code, output and errors."""
+    done = clipwise(*args)
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_train_digits_reaches_what_the_readme_promises(tmp_path):
     ledger = tmp_path / "a.ledger"
     done = clipwise("train", "digits", "--json", "--ledger", str(ledger), "--out", str(tmp_path / "run"))
@@ -118,3 +124,40 @@ def test_train_with_thresholds(threshold, tmp_path):
     done = clipwise("train", "digits", "--steps", "3", "--rule", "abadi", "--threshold", threshold, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Threshold(" in done.stdout
+
+
+def test_ledgers_can_be_verified_and_shown(tmp_path):
+    path = tmp_path / "run.ledger"
+    code, out, _ = call("train", "digits", "--steps", "3", "--ledger", str(path), "--out", str(tmp_path), "--json")
+    spent = json.loads(out)["epsilon"]
+    code, out, _ = call("ledger", "verify", str(path), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["charges"], found["verified"], found["torn_last_line"]) == (3, True, False)
+    assert found["spent_epsilon"] == pytest.approx(spent, rel=1e-12)
+    code, out, _ = call("ledger", "verify", str(path))
+    assert "whole and unbroken" in out
+    assert "3 step(s), 0 evaluation(s)" in out
+    code, out, _ = call("ledger", "show", str(path))
+    assert [json.loads(line)["kind"] for line in out.splitlines()] == ["plan", "charge", "charge", "charge"]
+    path.write_bytes(path.read_bytes() + b'{"torn')
+    code, out, _ = call("ledger", "verify", str(path))
+    assert code == 0
+    assert "cut off by a crash; it counts as charged" in out
+    path.write_bytes(path.read_bytes().replace(b"charge", b"chArge", 1))
+    code, out, err = call("ledger", "verify", str(path))
+    assert code == 2
+    assert "hash chain is broken" in err
+    assert json.loads((tmp_path / "statement.json").read_text())["unit"].startswith("one example")
+
+
+def test_audit_prints_a_table_and_a_picture(tmp_path):
+    picture = tmp_path / "audit.png"
+    code, out, _ = call("audit", "--draws", "20000", "--canaries", "400", "--out", str(picture))
+    assert code == 0
+    assert "one run" in out
+    assert "REFUTED" not in out
+    assert picture.stat().st_size > 10_000
+    code, out, err = call("audit", "--draws", "0")
+    assert code == 2
+    assert "draws must be a whole number" in err

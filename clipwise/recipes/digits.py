@@ -20,6 +20,7 @@ from ..errors import BudgetExhausted
 from ..plan import Plan
 from ..privatize import privatize
 from ..rules import Abadi
+from ..statement import save_statement
 from ..thresholds import FixedThreshold
 from ..training import PrivateTraining
 from ..trials import Trial
@@ -132,3 +133,4 @@ def _write_report(path: Path, result: RunResult, training: PrivateTraining) -> N
     content: dict[str, Any] = {"result": asdict(result), "privacy_statement": training.statement()}
     path.write_text(json.dumps(content, indent=2) + "\n")
     torch.save(training.model.state_dict(), path.parent / "model.pt")
+    save_statement(training, path.parent / "statement.json")

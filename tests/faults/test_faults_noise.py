@@ -1,0 +1,154 @@
+"""Rows 25 to 30: noise."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import clipwise as cw
+from clipwise import errors
+from clipwise.noise import NoiseSource
+from runs import RULES, X, Y, plan, run, weights
+
+
+def drawn(source, shape, dtype=torch.float32, sequence=1, stream="gradient", sigma=1.0, name="w"):
+    value = {name: torch.zeros(shape, dtype=dtype)}
+    return source.add_(value, sensitivity=1.0, noise_multiplier=sigma, sequence=sequence, stream=stream)[name]
+
+
+@pytest.mark.parametrize("mode", ["secure", "hardened"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_25_standard_deviation_within_two_permille(mode, dtype):
+    z = drawn(NoiseSource(mode), 4_000_000, dtype, sigma=1.7).double()
+    assert float(z.std()) == pytest.approx(1.7, rel=2e-3)
+    assert abs(float(z.mean())) < 6 * 1.7 / 2000
+    assert stats.kurtosis(z.numpy()) == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize("mode", ["secure", "hardened"])
+def test_25_no_correlation_between_parameters_steps_and_streams(mode):
+    source = NoiseSource(mode)
+    parts = [
+        drawn(source, 200_000, sequence=s, stream=t, name=n).double().numpy()
+        for s, t, n in itertools.product((1, 2), ("gradient", "threshold"), ("a", "b"))
+    ]
+    correlation = np.corrcoef(np.stack(parts)) - np.eye(len(parts))
+    assert np.abs(correlation).max() < 6 / math.sqrt(200_000)
+
+
+THRESHOLDS = [cw.FixedThreshold(0.7), cw.DecayThreshold(2.0, 0.5), cw.QuantileThreshold(), cw.MinErrorThreshold(1.0)]
+
+
+PAIRS = [(r, t) for r in RULES for t in THRESHOLDS if t.why_not(r) is None]
+
+
+@pytest.mark.parametrize(("rule", "threshold"), PAIRS, ids=repr)
+def test_25_every_rule_and_threshold_gets_its_noise(rule, threshold):
+    """Empty batches release pure noise: σ_T·S/B on every coordinate, from the first step on."""
+    numbers = {"rule": rule, "threshold": threshold, "sampling_prob": 1e-12, "expected_batch_size": 400, "steps": 2}
+    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 3, bias=False))
+    training = run(model, lr=1.0, preflight=False, noise_multiplier=2.0, **numbers)
+    for batch in training.batches((X, Y)):
+        before, bound, number = weights(training), training.sensitivity, training.ledger.charges
+        training.step(batch)
+        expected = training.plan.gradient_noise_multiplier_at(number) * bound / 400
+        assert float((weights(training) - before).double().std()) == pytest.approx(expected, rel=0.01)
+
+
+def test_26_tails_reach_beyond_8_5_sigma():
+    assert NoiseSource().reach("cpu") > 12
+    assert NoiseSource().reach("cuda") > 11.5
+    assert NoiseSource("hardened").reach() == math.inf
+    z = drawn(NoiseSource(), 30_000_000).abs()
+    assert float(z.max()) > 5.0
+    expected = 2 * len(z) * stats.norm.sf(5)
+    assert abs(int((z > 5).sum()) - expected) < 5 * math.sqrt(expected)
+
+
+def test_26_the_fast_mode_is_not_certified():
+    training = run(noise="fast")
+    assert not training.statement()["certified"]
+    assert training.statement()["guarantee"].startswith("NOT CERTIFIED")
+    assert training.ledger.head["assertions"] == {"noise": "fast: NOT CERTIFIED"}
+
+
+def test_27_keys_are_fresh_secret_and_not_torchs():
+    sources = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        sources.append(NoiseSource())
+    assert len({source._key for source in sources}) == 3
+    assert all(len(source._key) == 32 for source in sources)
+    for text in (repr(sources[0]), str(sources[0]), str(vars(run()))):
+        assert sources[0]._key.hex() not in text
+    assert sources[0]._key not in pickle.dumps(sources[0])
+    assert copy.deepcopy(sources[0])._key != sources[0]._key
+
+
+def test_27_a_seed_is_not_private_everywhere(tmp_path):
+    training = run(seed=5, ledger=tmp_path / "run.ledger")
+    assert training.statement()["guarantee"].startswith("NOT PRIVATE")
+    assert not training.statement()["certified"]
+    assert "NOT PRIVATE" in (tmp_path / "run.ledger").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_28_noise_is_added_in_float32(dtype):
+    noised = drawn(NoiseSource(), 1000, dtype)
+    assert noised.dtype == torch.float32
+    assert len(noised.unique()) > 990  # rounding to 8 bits would leave a few hundred values
+
+
+def test_29_hardened_runs_train_and_say_so():
+    training = run(noise="hardened")
+    for batch in training.batches((X, Y)):
+        training.step(batch)
+    statement = training.statement()
+    assert statement["certified"]
+    assert statement["noise"] == {"mode": "hardened", "arithmetic_delta": 0.0, "room": 1e-6}
+    assert not any("floating-point gaps" in line for line in statement["not_certified"])
+    assert any("floating-point gaps" in line for line in run().statement()["not_certified"])
+
+
+BAD = [0, -1, math.nan, math.inf, -math.inf, True, "1", None, [1.0]]
+
+
+@pytest.mark.parametrize("value", [v for v in BAD if v is not None], ids=repr)
+@pytest.mark.parametrize("name", ["noise_multiplier", "delta", "sampling_prob", "steps", "expected_batch_size"])
+def test_30_bad_numbers_are_refused_by_name(name, value):
+    with pytest.raises((ValueError, TypeError), match=name):
+        plan(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("delta", 1), ("delta", 2.0), ("sampling_prob", 1.1), ("steps", 1.5), ("epsilon", -1)]
+)
+def test_30_numbers_beyond_their_range(name, value):
+    change = {name: value} | ({"noise_multiplier": None} if name == "epsilon" else {})
+    with pytest.raises((ValueError, TypeError), match=name):
+        plan(**change)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "1"], ids=repr)
+def test_30_bad_clip_norms(value):
+    with pytest.raises((ValueError, TypeError), match="clip_norm"):
+        cw.FixedThreshold(value)
+    with pytest.raises((ValueError, TypeError), match="clip_norm"):
+        cw.clipped_sum(nn.Linear(6, 1), lambda m, b: m(b[0])[:, 0], (X,), cw.PSAC(), value)
+
+
+def test_30_noise_itself_refuses():
+    for sigma, bound in ((0.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf), (-1.0, 1.0)):
+        with pytest.raises(ValueError, match="must be a finite number above 0"):
+            NoiseSource().add_({"w": torch.zeros(1)}, sensitivity=bound, noise_multiplier=sigma, sequence=1, stream="s")
+    with pytest.raises(errors.CannotCertify, match="tails of the noise"):
+        run(noise_multiplier=0.05, delta=1e-5, accountant="rdp")
