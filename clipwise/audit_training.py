@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ._check import count
 from ._types import LossFn
 from .audit import Audit, audit_draws, audit_run, gaussian_epsilon
+from .batch import batch_size, map_tensors, tensors
 from .clipping import engine_gradients, trainable
 from .noise import Mode
 from .plan import Plan
@@ -27,13 +28,13 @@ def audit_step(
     loss_fn: LossFn,
     plan: Plan,
     batch: Any,
-    batch_with_record: Any,
+    record: Any,
     *,
     draws: int = 100_000,
     alpha: float = 1e-6,
     noise: Mode = "secure",
 ) -> Audit:
-    """Audit one step of `plan` on your own model, white-box: the same batch without and with one more record.
+    """Audit one step of `plan` on your own model, white-box: a batch without and with one more `record`.
 
     Both clipped sums are made by the engine and noised by the training step's own code, `draws` times; the attacker
     knows everything but the noise and the answer. The claim is that of one step without sampling, the Gaussian
@@ -41,13 +42,13 @@ def audit_step(
 
     >>> from clipwise import Plan
     >>> plan = Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=1.0, steps=1, expected_batch_size=2)
-    >>> found = audit_step(nn.Linear(3, 1), lambda m, x: m(x)[:, 0], plan, torch.ones(2, 3), 9 * torch.ones(3, 3))
+    >>> found = audit_step(nn.Linear(3, 1), lambda m, x: m(x)[:, 0], plan, torch.ones(2, 3), torch.ones(1, 3))
     >>> found.refuted
     False
     """
     count(draws=draws)
     sums, observed, training = [], [], None
-    for data in (batch, batch_with_record):
+    for data in (batch, _joined(batch, record)):
         training = _fresh(model, loss_fn, plan, noise)
         step = _clipped(training, loss_fn, data)
         sums.append(step.sums)
@@ -57,6 +58,14 @@ def audit_step(
     out, into = (ratio.draws(training, plan, world, draws) for world in (0, 1))
     claimed = gaussian_epsilon(1 / plan.noise_multiplier, plan.delta)
     return audit_draws(out, into, ratio.cut, claimed=claimed, delta=plan.delta, alpha=alpha)
+
+
+def _joined(batch: Any, record: Any) -> Any:
+    """The batch with one more record at its end."""
+    if batch_size(record) != 1:
+        raise ValueError("record must be a batch of one record, such as x[:1].")
+    rows = iter(list(tensors(record)))
+    return map_tensors(batch, lambda x: torch.cat([x, next(rows)]))
 
 
 def _fresh(model: nn.Module, loss_fn: LossFn, plan: Plan, noise: Mode) -> PrivateTraining:

@@ -48,8 +48,7 @@ def audit_pair(rule: Rule, threshold: Threshold, sigma: float, delta: float, dra
     others, model, found = 0.1 * torch.eye(5)[:4], TwoLayers(), []
     for norm in (clip_norm * (1 - 1e-6), clip_norm * 1e4):
         record = torch.full((1, 5), norm / math.sqrt(5))
-        both = torch.cat([others, record])
-        found.append(audit_step(model, loss, plan, others, both, draws=draws, alpha=alpha / 2))
+        found.append(audit_step(model, loss, plan, others, record, draws=draws, alpha=alpha / 2))
     return max(found, key=lambda audit: audit.lower)
 
 

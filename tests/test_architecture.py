@@ -53,7 +53,8 @@ ALLOWED = {
     | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"}
     | {"cli_audit", "cli_ledger", "cli_tuning"},
     "audit": {"_check"},
-    "audit_training": BASE | {"audit", "clipping", "noise", "plan", "privatize", "rules", "sampling", "training"},
+    "audit_training": BASE
+    | {"audit", "batch", "clipping", "noise", "plan", "privatize", "rules", "sampling", "training"},
     "cli_audit": {"audit", "audit_training", "plan", "rules", "thresholds"},
     "cli_ledger": {"_show", "accounting", "errors", "ledger_file"},
     "cli_tuning": BASE | {"_show", "accounting", "recipes", "rules", "tuning"},

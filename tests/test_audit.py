@@ -113,6 +113,6 @@ def test_frozen_parameters_and_the_users_model_stay_untouched():
     before = {name: p.clone() for name, p in model.state_dict().items()}
     plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=1.0, steps=1, expected_batch_size=4)
     x = torch.randn(5, 3)
-    found = cw.audit_step(model, lambda m, b: m(b)[:, 0] * 100, plan, x[:4], x, draws=20_000)
+    found = cw.audit_step(model, lambda m, b: m(b)[:, 0] * 100, plan, x[:4], x[4:], draws=20_000)
     assert 0.5 < found.ratio < 1
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())

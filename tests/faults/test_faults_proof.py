@@ -74,6 +74,6 @@ def test_47_a_users_own_model():
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     plan = cw.Plan(noise_multiplier=1.5, delta=1e-5, sampling_prob=1.0, steps=1, expected_batch_size=5)
     x = torch.randn(6, 6)
-    found = cw.audit_step(model, lambda m, b: m(b).square().sum(1), plan, x[:5], x, draws=50_000)
+    found = cw.audit_step(model, lambda m, b: m(b).square().sum(1), plan, x[:5], x[5:], draws=50_000)
     assert 0.2 < found.ratio < 1
     assert all(p.grad is None for p in model.parameters())

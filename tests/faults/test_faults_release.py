@@ -79,7 +79,7 @@ def rows():
 def test_43_epsilon_against_the_reference():
     for sigma, q, steps, delta, reference in rows():
         ours = cw.epsilon(noise_multiplier=sigma, sampling_prob=q, steps=steps, delta=delta)
-        assert ours >= reference - 1e-9, (sigma, q, steps, delta)
+        assert ours >= reference * (1 - 1e-6), (sigma, q, steps, delta)  # two grids, both above the truth
         assert ours <= max(reference * 1.001, reference + 1e-3), (sigma, q, steps, delta)
 
 
