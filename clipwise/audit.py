@@ -187,6 +187,8 @@ def audit_run(
     if values.shape != truth.shape or values.ndim != 1:
         raise ValueError("audit_run needs one score and one coin for every canary.")
     made = max(2, len(values) // 20) if guesses is None else count(minimum=2, guesses=guesses)
+    if made > len(values):
+        raise ValueError(f"guesses must not exceed the number of canaries, got {made} > {len(values)}.")
     order = np.argsort(values, kind="stable")
     each = made // 2
     right = int(truth[order[-each:]].sum() + (~truth[order[:each]]).sum())

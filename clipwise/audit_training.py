@@ -14,7 +14,7 @@ from ._check import count
 from ._types import LossFn
 from .audit import Audit, audit_draws, audit_run, gaussian_epsilon
 from .batch import batch_size, map_tensors, tensors
-from .clipping import engine_gradients, trainable
+from .clipping import trainable
 from .noise import Mode
 from .plan import Plan
 from .privatize import privatize
@@ -50,7 +50,7 @@ def audit_step(
     sums, observed, training = [], [], None
     for data in (batch, _joined(batch, record)):
         training = _fresh(model, loss_fn, plan, noise)
-        step = _clipped(training, loss_fn, data)
+        step = _clipped(training, data)
         sums.append(step.sums)
         observed.append(step.observed)
     assert training is not None
@@ -76,11 +76,10 @@ def _fresh(model: nn.Module, loss_fn: LossFn, plan: Plan, noise: Mode) -> Privat
     return privatize(twin, optimizer, plan, loss_fn, sampling="asserted", preflight=False, noise=noise)
 
 
-def _clipped(training: PrivateTraining, loss_fn: LossFn, data: Any) -> Any:
+def _clipped(training: PrivateTraining, data: Any) -> Any:
     """The step's own clipped sum and observation, before noise."""
     for part in training.microbatches(data):
-        found = engine_gradients(training.model, loss_fn, part.data, len(part.mask), **training._engine())
-        training._add(found, part)
+        training._add(*training._clipped(part.data, part.mask, training.clip_norm), part)
     step = training._step
     assert step is not None
     parameters = trainable(training.model)

@@ -18,7 +18,7 @@ from torch import Tensor
 ROUNDS = 20
 LANES = 256  # blocks per chunk
 CHUNK = 8 * LANES  # elements per chunk
-REACH = math.sqrt(2 * 96 * math.log(2))  # no number lies further out, in standard deviations
+REACH = math.sqrt(2 * 97 * math.log(2))  # the largest radius, in standard deviations: that of 2⁻⁹⁷
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 _MASK = 0xFFFFFFFF
 _QUARTERS = (

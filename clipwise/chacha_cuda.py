@@ -88,14 +88,15 @@ _WORK: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # which program 
 
 def _work(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
     """(tensor, chunk) of every program."""
-    if (device, lengths) not in _WORK:
+    found = _WORK.get((device, lengths))
+    if found is None:
         chunks = np.array([-(-length // CHUNK) for length in lengths])
         tensors = np.repeat(np.arange(len(lengths)), chunks)
         numbers = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
         pairs = np.stack([tensors, numbers], axis=1).astype(np.int32)
         _WORK.clear()  # one model at a time
-        _WORK[device, lengths] = torch.from_numpy(pairs).to(device)
-    return _WORK[device, lengths]
+        found = _WORK[device, lengths] = torch.from_numpy(pairs).to(device)
+    return found
 
 
 def add_gaussians_(values: Sequence[Tensor], keys: Sequence[bytes], scale: float, rounds: int = ROUNDS) -> None:

@@ -12,8 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ._check import count
 from .errors import CheckpointError, LedgerError, PlanMismatch
 from .thresholds import State
 from .training import PrivateTraining
@@ -63,25 +65,32 @@ def load_checkpoint(training: PrivateTraining, path: str | Path) -> None:
             f"Checkpoint {path} was saved by a run whose ledger lived in memory: what it had spent is lost, so it "
             "cannot be resumed under this plan. Give privatize() a ledger path next time."
         )
+    if not training.ledger.persistent:
+        raise LedgerError(
+            f"This run's ledger lives in memory, so it cannot know what the run of checkpoint {path} had spent. Give "
+            "privatize() the path of the ledger that it wrote."
+        )
     if not training.ledger.holds(content["ledger"]):
         raise LedgerError(
             f"Ledger {training.ledger.path} is older than checkpoint {path}, or is another one: going on would forget "
             "what was spent. Restore the ledger that the run wrote."
         )
-    _check_fit(training, content["model"], path)
+    threshold = _check_fit(training, content, path)
+    before = training.optimizer.state_dict(), {n: x.clone() for n, x in training.model.state_dict().items() if _is(x)}
     try:
-        state = State(**content["threshold"])
         training.optimizer.load_state_dict(content["optimizer"])
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"Checkpoint {path} does not fit this optimizer or threshold: {error}") from error
-    training.model.load_state_dict(content["model"])
+        training.model.load_state_dict(content["model"])
+    except Exception as error:
+        training.optimizer.load_state_dict(before[0])
+        training.model.load_state_dict(before[1], strict=False)
+        raise CheckpointError(f"Checkpoint {path} does not fit this model or optimizer: {error}") from error
     if training.plan.release is not None:  # others follow from the number of charges, which the ledger knows better
-        training._restore_threshold(state)
+        training._restore_threshold(threshold)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint file, or CheckpointError. No code of the file is run."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
@@ -90,26 +99,67 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path} is not a checkpoint of clipwise, or of another version of it.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         content = json.loads(header["content"])
-        for part in ("model", "optimizer"):
-            content[part] = _decoded(content[part], tensors)
-        position = content["ledger"]
-        if position is not None:
-            content["ledger"] = {"lines": int(position["lines"]), "hash": str(position["hash"])}
-        return {name: content[name] for name in ("model", "optimizer", "threshold", "plan", "ledger")}
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = {part: _decoded(content[part], tensors) for part in ("model", "optimizer")}
+        if not all(isinstance(tree, dict) for tree in found.values()) or not all(map(_is_text, found["model"])):
+            raise ValueError("weights or optimizer are not what they should be")
+        if (position := content["ledger"]) is not None:
+            position = {"lines": count(lines=position["lines"]), "hash": str(position["hash"])}
+        return {**found, "threshold": content["threshold"], "plan": str(content["plan"]), "ledger": position}
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file leads to
         raise CheckpointError(
             f"Checkpoint {path} cannot be read ({type(error).__name__}: {error}). It is damaged or something else; "
             "use an earlier one. The ledger still knows what was spent."
         ) from error
 
 
-def _check_fit(training: PrivateTraining, saved: dict[str, Any], path: str | Path) -> None:
-    """Before anything is changed: the same names and shapes."""
-    mine = training.model.state_dict()
+def _is(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _check_fit(training: PrivateTraining, content: dict[str, Any], path: str | Path) -> State:
+    """Before anything is changed: the same names, shapes and settings, and a threshold that belongs to the plan."""
+    mine, saved = training.model.state_dict(), content["model"]
     wrong = sorted(mine.keys() ^ saved.keys())
     wrong += [n for n in mine.keys() & saved.keys() if getattr(mine[n], "shape", 0) != getattr(saved[n], "shape", 0)]
     if wrong:
         raise CheckpointError(f"Checkpoint {path} was saved from another model: {', '.join(wrong[:5])} differ.")
+    try:
+        _check_optimizer(training.optimizer, content["optimizer"])
+        threshold = State(**content["threshold"])
+        if (threshold.range > 0) != (training.threshold_state.range > 0):
+            raise ValueError(f"{threshold!r} does not belong to {training.plan.threshold!r}")
+    except Exception as error:
+        raise CheckpointError(f"Checkpoint {path} does not fit this optimizer or threshold: {error}") from error
+    return threshold
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Settings of the same kinds, and a state for each parameter with its shape or a single number."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for mine, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for name in mine.keys() - {"params"}:
+            if name not in theirs or not _alike(mine[name], theirs[name]):
+                raise ValueError(f"its setting {name} is {theirs.get(name)!r}, where this one's is {mine[name]!r}")
+    for number, state in saved["state"].items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameters[number].shape:
+                raise ValueError(f"its {name} has the shape {tuple(value.shape)}")
+
+
+def _alike(mine: Any, theirs: Any) -> bool:
+    """Numbers for numbers, and everything else of the same type."""
+    numbers = (bool, int, float)
+    if isinstance(mine, (*numbers, Tensor)):
+        return isinstance(theirs, (*numbers, Tensor))
+    if isinstance(mine, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+    return type(mine) is type(theirs) or mine is None or theirs is None
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

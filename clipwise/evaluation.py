@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ._check import count, positive
 from .batch import map_tensors
-from .errors import LossShape
+from .engine.state import held_tensors, kept_state, restore_state
+from .errors import CrossExampleOp, LossShape
 from .sampling import Collate, as_dataset, collate_for
 from .training import PrivateTraining
 
@@ -31,8 +32,9 @@ def private_score(
 
     Guarantee: part of the run's (ε, δ), which `Plan(evaluations=…)` paid for beforehand; the ledger is charged before
     the value exists. Each record's score is clamped to [0, 1] (NaN counts as 0), so that one record moves the sum by
-    at most 1. By default each record is scored alone, whatever `score_fn` does; with a larger `batch_size` you vouch
-    that scores do not depend on each other, and the ledger says so.
+    at most 1: records are scored one by one, and a model that keeps anything of them (a buffer, a cached tensor) is
+    refused. `score_fn` must be a function of its arguments alone. With a larger `batch_size` you vouch that scores do
+    not depend on each other, and the ledger says so.
 
     Args:
         training: the run; its model is scored in eval mode.
@@ -46,11 +48,13 @@ def private_score(
     size, rows = positive(size=size), count(batch_size=batch_size)
     records, collate = as_dataset(dataset), collate_for(dataset, collate_fn)
     plan, ledger, model = training.plan, training.ledger, training.model
-    if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
-        ledger.note(remark)
     ledger.reserve("look")
     modes = {module: module.training for module in model.modules()}
+    before = kept_state(model)
+    marks = _marks(model)
     try:
+        if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
+            ledger.note(remark)
         model.eval()
         total = 0
         with torch.no_grad():
@@ -60,6 +64,12 @@ def private_score(
                 if device is not None:
                     data = map_tensors(data, lambda x: x.to(device))
                 total += _summed(score_fn(model, data), stop - start)
+                if _marks(model) != marks:
+                    raise CrossExampleOp(
+                        "The model keeps something of the records that it scores (a buffer or a cached tensor "
+                        "changed), so scores depend on each other and records would be published with it. Turn that "
+                        "off in eval mode."
+                    )
     except BaseException:
         ledger.commit("look")
         ledger.note("an evaluation failed on private data and was charged; that it failed is outside the guarantee")
@@ -67,6 +77,7 @@ def private_score(
     finally:
         for module, mode in modes.items():
             module.training = mode
+        restore_state(model, before)
     number = ledger.commit("look")
     noised = training._noise.add_(
         {"score": torch.tensor([total / 2**20], dtype=torch.float64)},
@@ -76,6 +87,11 @@ def private_score(
         stream="evaluation",
     )
     return float(noised["score"][0]) / size
+
+
+def _marks(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensors the model holds, and how often each was written to."""
+    return {name: (id(x), x._version) for name, x in held_tensors(model)}
 
 
 def _summed(scores: Any, rows: int) -> int:

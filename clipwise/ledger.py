@@ -83,8 +83,14 @@ class Ledger:
     clipwise.errors.BudgetExhausted: Budget exhausted: step 2 would reach epsilon=... > ... (pld, delta=1e-05). ...
     """
 
-    def __init__(self, plan: Budget, path: str | Path | None = None, assertions: dict[str, Any] | None = None) -> None:
-        """Open or create. `assertions` are what the user vouches for (own sampler, fast noise, a seed)."""
+    def __init__(
+        self,
+        plan: Budget,
+        path: str | Path | None = None,
+        assertions: dict[str, Any] | None = None,
+        noise: str = "secure",
+    ) -> None:
+        """Open or create. `assertions` are what the user vouches for; `noise` says how values are noised."""
         self.plan = plan
         self.path = None if path is None else Path(path)
         self._file: int | None = None
@@ -95,7 +101,7 @@ class Ledger:
         self._lines = 1
         self.notes: list[str] = []
         head = {"kind": "plan", "version": VERSION, "plan": plan.as_dict(), "digest": plan.digest}
-        self.head = hashed("", {**head, "assertions": assertions or {}})
+        self.head = hashed("", {**head, "assertions": assertions or {}, "noise": noise})
         self._hash = self.head["hash"]
         self.charges = self.looks = 0
         if self.path is not None:
@@ -165,6 +171,11 @@ class Ledger:
             raise PlanMismatch(
                 f"Ledger {self.path} was begun with other assertions ({state.head.get('assertions')}, now "
                 f"{self.head['assertions']}): sampling, noise and seed must stay what they were."
+            )
+        if state.head.get("noise") != self.head["noise"]:
+            raise PlanMismatch(
+                f"Ledger {self.path} was begun with noise={state.head.get('noise')!r}, now {self.head['noise']!r}: one "
+                "statement covers all of its steps, so the noise must stay what it was."
             )
         self.head, self._hash, self.charges, self.looks = state.head, state.last_hash, state.charges, state.looks
         self._lines = len(state.entries)

@@ -51,11 +51,13 @@ def read_ledger(path: str | Path) -> LedgerState:
                 f"Ledger {path}, line {number + 1}: the hash chain is broken, so the line, or one before it, was "
                 "edited, removed or reordered. Restore the file from a backup: what was spent is not known otherwise."
             )
+        if number and entry.get("kind") == "note" and not isinstance(entry.get("text"), str):
+            raise LedgerError(f"Ledger {path}, line {number + 1}: a note without words.")
         if number and (entry.get("kind") not in ("charge", "look", "note") or entry.get("line") != number):
             raise LedgerError(f"Ledger {path}, line {number + 1}: not a charge.")
         entries.append(entry)
         previous = entry["hash"]
-    if not entries or entries[0].get("kind") != "plan":
+    if not entries or entries[0].get("kind") != "plan" or not isinstance(entries[0].get("plan"), dict):
         raise LedgerError(f"Ledger {path} does not begin with a plan: it is not a ledger, or its start was lost.")
     torn = [{"kind": "charge", "torn": True}] if tail else []
     return LedgerState(entries[0], *_counted([*entries, *torn]), previous, bool(tail), tuple(entries))

@@ -60,20 +60,19 @@ class NoiseSource:
         """Whether a privacy guarantee may be stated for this noise."""
         return self.mode != "fast" and self._seed is None
 
-    def reach(self, device: torch.device | str = "cpu") -> float:
-        """How far out, in standard deviations, a draw can lie."""
+    @property
+    def reach(self) -> float:
+        """How far out, in standard deviations, a draw can lie, on the device where that is least."""
         if self.mode == "hardened":
             return math.inf
-        if self.mode == "fast":
-            return 5.77
-        return _ZIGGURAT_REACH if torch.device(device).type != "cuda" else chacha.REACH
+        return 5.77 if self.mode == "fast" else min(_ZIGGURAT_REACH, chacha.REACH)
 
     def _renew(self) -> None:
-        self._process = os.getpid()
         if self._seed is None:
             self._key = secrets.token_bytes(32)
         else:
             self._key = hashlib.blake2b(f"not private {self._seed}".encode(), digest_size=32).digest()
+        self._process = os.getpid()  # last: another thread must not take the old key for this process's
 
     def _derived(self, address: str, length: int) -> bytes:
         if os.getpid() != self._process and self._seed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +58,9 @@ def privatize(
             ledger says so.
         ledger: a path, so that the record of what is spent survives; None keeps it in memory.
         microbatch: rows per physical slice; changes memory and speed only.
-        compile: reserved; refused until it is supported.
+        compile: compile the step with Inductor: forward, backward, norms and clipping in one graph, on batches padded
+            to `microbatch` rows (default: expected_batch_size plus four standard deviations). Takes a while at the
+            first step; `training.warm_up` says how long.
         engine: "bookkeeping" (fast), or "vmap" (slow, accepts more).
         preflight: False skips the check; "private" runs it on private records; the ledger says either.
         probe: a few public records for the preflight, instead of made-up ones.
@@ -77,8 +80,8 @@ def privatize(
     """
     one_of(("bookkeeping", "vmap"), engine=engine)
     one_of(("poisson", "asserted"), sampling=sampling)
-    if compile:
-        raise UnsupportedOp("compile=True is not supported yet; leave it out.")
+    if compile and (engine != "bookkeeping" or loss_fn is None):
+        raise UnsupportedOp("compile=True needs a loss_fn and engine='bookkeeping': it compiles training.step().")
     if microbatch is not None:
         count(microbatch=microbatch)
     if not isinstance(plan, Plan):
@@ -92,8 +95,10 @@ def privatize(
     source, sampler = NoiseSource(noise, seed_or_none(seed=seed)), PoissonSampler(plan.sampling_prob, seed)
     check_arithmetic(plan, source, model)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
-    opened = _opened(ledger, plan, asserted, (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None)))
-    settings = Settings(microbatch, engine, preflight, probe, sampling, op_rules)
+    opened = _opened(ledger, plan, asserted, noise, (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None)))
+    if compile and microbatch is None:  # fixed rows, which a Poisson batch hardly ever exceeds: then it is split
+        microbatch = math.ceil(plan.expected_batch_size + 4 * math.sqrt(plan.expected_batch_size))
+    settings = Settings(microbatch, engine, preflight, probe, sampling, op_rules, compile)
     return PrivateTraining(model, optimizer, plan, loss_fn, opened, source, sampler, settings)
 
 
@@ -113,7 +118,11 @@ def _assertions(sampling: str, noise: str, seed: int | None, preflight: bool | s
 
 
 def _opened(
-    ledger: str | Path | Ledger | None, plan: Plan, asserted: dict[str, str], earlier: tuple[Ledger | None, ...]
+    ledger: str | Path | Ledger | None,
+    plan: Plan,
+    asserted: dict[str, str],
+    noise: str,
+    earlier: tuple[Ledger | None, ...],
 ) -> Ledger:
     """Open the ledger last, so that a refusal leaves no lock behind. What was spent on this model is not forgotten."""
     path = ledger.path if isinstance(ledger, Ledger) else None if ledger is None else Path(ledger)
@@ -125,8 +134,8 @@ def _opened(
                 "for a run of its own make a new model."
             )
     if not isinstance(ledger, Ledger):
-        return Ledger(plan, ledger, asserted)
-    if ledger.plan.digest != plan.digest or ledger.head["assertions"] != asserted:
+        return Ledger(plan, ledger, asserted, noise)
+    if (ledger.plan.digest, ledger.head["assertions"], ledger.head["noise"]) != (plan.digest, asserted, noise):
         raise ParameterMismatch("The Ledger object was made for another plan or other assertions.")
     return ledger
 

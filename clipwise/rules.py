@@ -221,7 +221,9 @@ class PerLayer:
         shares = self.shares if self.shares is not None else (1 / math.sqrt(layers),) * layers
         if len(shares) != layers:
             raise ValueError(f"PerLayer got {len(shares)} shares for {layers} layers; give one share per layer.")
-        return [positive(clip_norm=clip_norm) * a for a in shares]
+        if not isinstance(clip_norm, Tensor):  # a tensor while a compiled step is traced
+            positive(clip_norm=clip_norm)
+        return [clip_norm * a for a in shares]
 
     def weights(self, norms: Tensor, clip_norm: float) -> Tensor:
         """Column l of `norms` [b, L] is weighted with C_l."""

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from .accounting.arithmetic import ROOM, tail_delta
+from .accounting.arithmetic import PER_RUN, ROOM, tail_delta
 from .clipping import trainable
 from .errors import CannotCertify
 from .ledger import Ledger
@@ -24,6 +23,7 @@ NOT_CERTIFIED = (
     "side channels: time, memory, power, exceptions' texts",
     "a ledger and a checkpoint that are both put back to an older state",
 )
+_IN_MEMORY = "what a crash of this process forgets: its ledger lives in memory (privatize(ledger=path) keeps it)"
 _GAPS = "floating-point gaps in the noise (privatize(noise='hardened') closes them)"
 
 
@@ -35,20 +35,24 @@ class Stated(Protocol):
 
 
 def arithmetic_delta(plan: Plan, noise: NoiseSource, model: nn.Module) -> float:
-    """What the finite tails of the noise add to δ over the whole plan."""
-    parameters = trainable(model).values()
-    devices = {p.device for p in parameters} | {torch.device("cpu")}  # thresholds are noised on the CPU
-    return tail_delta(
-        reach=min(noise.reach(device) for device in devices),
+    """What the finite tails of the noise add to δ over the whole plan, wherever it runs."""
+    size = sum(p.numel() for p in trainable(model).values())
+    total = tail_delta(
+        reach=noise.reach,
         noise_multiplier=plan.noise_multiplier * plan.noise_decay,
-        steps=plan.steps * (1 if plan.release is None else 2) + plan.evaluations,
-        dimension=sum(p.numel() for p in parameters) + (plan.release.size if plan.release else 0),
+        steps=plan.steps * (1 if plan.release is None else 2),
+        dimension=size + (plan.release.size if plan.release else 0),
     )
+    if plan.evaluations:
+        total += tail_delta(
+            reach=noise.reach, noise_multiplier=plan.evaluation_noise, steps=plan.evaluations, dimension=1
+        )
+    return min(total, 1.0)
 
 
 def check_arithmetic(plan: Plan, noise: NoiseSource, model: nn.Module) -> None:
     """Refuse a plan whose δ has no room for its arithmetic."""
-    if noise.certified and (extra := arithmetic_delta(plan, noise, model)) > ROOM * plan.delta:
+    if noise.certified and (extra := arithmetic_delta(plan, noise, model)) > PER_RUN * plan.delta:
         raise CannotCertify(
             f"The tails of the noise end too early for so little noise: they would add {extra:.1e} to "
             f"delta={plan.delta:g}. Use privatize(noise='hardened'), whose tails do not end, or more noise."
@@ -58,17 +62,22 @@ def check_arithmetic(plan: Plan, noise: NoiseSource, model: nn.Module) -> None:
 def run_statement(plan: Plan, ledger: Ledger, noise: NoiseSource, model: nn.Module) -> dict[str, Any]:
     """What can be promised about the run so far, and what cannot. Every value is public and fits into JSON."""
     asserted, notes = ledger.head["assertions"], list(ledger.notes)
+    extra = arithmetic_delta(plan, noise, model)
     statement = {
         **plan.statement(),
         "spent_epsilon": ledger.spent,
-        "spent_epsilon_at_delta": _at_several(plan, ledger),
+        "spent_epsilon_at_delta": _at_several(plan, ledger, extra),
         "steps_charged": ledger.charges,
         "evaluations_charged": ledger.looks,
-        "noise": {"mode": noise.mode, "arithmetic_delta": arithmetic_delta(plan, noise, model), "room": ROOM},
+        "noise": {"mode": noise.mode, "arithmetic_delta": extra, "room": ROOM},
         "asserted_by_user": asserted,
         "notes": notes,
         "certified": not asserted and not notes,
-        "not_certified": [*NOT_CERTIFIED, *([] if noise.mode == "hardened" else [_GAPS])],
+        "not_certified": [
+            *NOT_CERTIFIED,
+            *([] if noise.mode == "hardened" else [_GAPS]),
+            *([] if ledger.persistent else [_IN_MEMORY]),
+        ],
         "ledger": repr(ledger),
     }
     if "seed" in asserted or "noise" in asserted:
@@ -84,7 +93,8 @@ def save_statement(training: Stated, path: str | Path) -> None:
     Path(path).write_text(json.dumps(training.statement(), indent=2, ensure_ascii=False) + "\n")
 
 
-def _at_several(plan: Plan, ledger: Ledger) -> dict[str, float]:
-    """ε of what was spent, at the plan's δ and at smaller and larger ones: all of them hold at once."""
-    deltas = sorted({plan.delta, *(d for k in range(-2, 3) if 0 < (d := plan.delta * 10.0**k) <= 0.1)})
-    return {f"{delta:.3g}": plan.epsilon_at(delta, ledger.charges, ledger.looks) for delta in deltas}
+def _at_several(plan: Plan, ledger: Ledger, arithmetic: float) -> dict[str, float]:
+    """ε of what was spent, at the plan's δ and at smaller and larger ones that have room for the arithmetic."""
+    deltas = {plan.delta * 10.0**k for k in range(-2, 3)}
+    fitting = sorted(d for d in deltas if d <= 0.1 and (arithmetic <= ROOM * d or d == plan.delta))
+    return {f"{delta:.3g}": plan.epsilon_at(delta, ledger.charges, ledger.looks) for delta in fitting}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ._types import Engine, LossFn, largest_batch
 from .batch import batch_size, padded_slice
 from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding
-from .engine import Gradients, OpRule, Paths, Tape
+from .engine import OpRule, Paths, Tape
+from .engine.compiled import Compiled
 from .engine.preflight import Probe, preflight_batch, preflight_dataset
 from .errors import ParameterMismatch, WrongBatch, WrongOrder
 from .guard import GUARDS, RUNS, StepGuard
@@ -47,6 +48,7 @@ class Settings:
     probe: Any = None
     sampling: str = "poisson"
     op_rules: Mapping[Any, OpRule] | None = None
+    compile: bool = False
 
 
 @dataclass
@@ -88,6 +90,7 @@ class PrivateTraining:
         self._modes: list[bool] | None = None  # training flags of the modules, as the preflight saw them
         self._step: _Step | None = None
         self._paths: Paths = {}
+        self._compiled = Compiled(model, self._clipped) if settings.compile else None
         self._checked = False
         self._threshold = plan.threshold.init(self._facts())
 
@@ -134,6 +137,11 @@ class PrivateTraining:
             raise ValueError(f"{state!r} does not belong to {self._plan.threshold!r}.")
         self._threshold = state
 
+    @property
+    def warm_up(self) -> float:
+        """Seconds that compile=True has spent on compiling so far."""
+        return 0.0 if self._compiled is None else sum(self._compiled.warm_up)
+
     def _facts(self) -> Facts:
         dimension = sum(p.numel() for p in trainable(self._model).values())
         return self._plan.facts(self._ledger.charges, dimension)
@@ -169,15 +177,11 @@ class PrivateTraining:
         records = as_dataset(dataset)
         if self._settings.preflight and self._loss_fn is not None and len(records):
             probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
-            preflight_dataset(
-                self._model,
-                self._loss_fn,
-                records,
-                probe,
-                collate_for(dataset, collate_fn),
-                device,
-                self._engine(),
-            )
+            collate = collate_for(dataset, collate_fn)
+            preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
+            if self._compiled is not None:
+                like = records[0] if self._settings.probe is None else self._settings.probe[0]
+                self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
             self._modes = [module.training for module in self._model.modules()]
         left = self._plan.steps - self._ledger.charges
         if left <= 0:
@@ -241,10 +245,15 @@ class PrivateTraining:
             raise WrongOrder("privatize() was given no loss_fn: use record(), backward() and release().")
         for part in self.microbatches(batch):
             with self._charged_if_it_fails():
-                found = engine_gradients(self._model, self._loss_fn, part.data, len(part.mask), **self._engine())
-                self._add(found, part)
-            del found
+                clipped = self._clipped if self._compiled is None else self._compiled
+                self._add(*clipped(part.data, part.mask, self._threshold.clip_norm), part)
         self.release()
+
+    def _clipped(self, data: Any, mask: Tensor, clip_norm: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """The clipped sum of one microbatch and its norms: the function that compile=True compiles."""
+        assert self._loss_fn is not None
+        found = engine_gradients(self._model, self._loss_fn, data, len(mask), **self._engine())
+        return clip(found, self._plan.rule, clip_norm, self._groups, mask)
 
     def microbatches(self, batch: PoissonBatch) -> list[Microbatch]:
         """Begin a batch: reserve its charge, and split it. An empty batch has no microbatches, only a release."""
@@ -296,12 +305,12 @@ class PrivateTraining:
             raise WrongOrder("backward() without record(): run the forward pass inside `with training.record(part)`.")
         (tape, part), self._step.recording = self._step.recording, None
         with self._charged_if_it_fails():
-            self._add(tape.backward(losses), part)
+            found, clip_norm = tape.backward(losses), self._step.threshold.clip_norm
+            self._add(*clip(found, self._plan.rule, clip_norm, self._groups, part.mask), part)
 
-    def _add(self, gradients: Gradients, part: Microbatch) -> None:
+    def _add(self, sums: dict[str, Tensor], norms: Tensor, part: Microbatch) -> None:
         assert self._step is not None
         step = self._step
-        sums, norms = clip(gradients, self._plan.rule, step.threshold.clip_norm, self._groups, part.mask)
         step.sums = {name: step.sums[name].add_(v) if name in step.sums else v for name, v in sums.items()}
         seen = self._plan.threshold.observe(step.threshold, norms[:, 0], part.mask.to(norms.device))
         step.observed = seen if step.observed is None or seen is None else step.observed + seen

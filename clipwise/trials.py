@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .accounting.arithmetic import tail_delta
 from .errors import ClipwiseError, PlanMismatch
 from .ledger import charges_of_this_thread
 from .noise import NoiseSource
@@ -72,11 +73,17 @@ class NoisyScore:
         given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
         if given.dim() != 1:
             raise PlanMismatch(f"A private score needs one value per record, a vector; got {given.dim()} axes.")
-        total = torch.where(torch.isfinite(given), given, 0.0).clamp(0, 1).sum()[None]
+        bounded = torch.where(torch.isfinite(given), given, 0.0).clamp(0, 1)
+        total = ((bounded * 2**20).round().sum() / 2**20)[None]  # whole numbers: their sum does not round
         noised = NoiseSource().add_(
             {"score": total}, sensitivity=1.0, noise_multiplier=self.noise_multiplier, sequence=0, stream="score"
         )
         return float(noised["score"]) / self.size
+
+
+def score_tail_delta(noise_multiplier: float) -> float:
+    """What the finite tails of the noise add to δ over the scores of a thousand runs."""
+    return tail_delta(reach=NoiseSource().reach, noise_multiplier=noise_multiplier, steps=1000, dimension=1)
 
 
 def run_trial(train: Train, score: Score, noisy: NoisyScore | None, trial: Trial) -> Outcome:
@@ -121,6 +128,11 @@ def _check(training: Any, trial: Trial, charges: int) -> None:
             raise PlanMismatch(
                 f"The run trained with {name}={used!r}, but the search allows {wanted!r}: use trial.plan()."
             )
+    if training.plan.evaluations or training.ledger.looks:
+        raise PlanMismatch(
+            "A run of a search must not look at private records by private_score: the search has not paid for it. Give "
+            "the search itself a noisy score (score_noise)."
+        )
     if training.plan.noise_decay != 1 or training.plan.adjacency != "add_or_remove_one":
         raise PlanMismatch("The run's noise or adjacency is not the search's: use trial.plan().")
     if charges > trial.numbers["steps"]:

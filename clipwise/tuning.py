@@ -28,13 +28,13 @@ from torch import Tensor
 
 from ._check import count, open_unit, positive, probability
 from ._show import shown_delta, shown_epsilon
-from .accounting.arithmetic import accounted
+from .accounting.arithmetic import ROOM, accounted
 from .accounting.tuning import Search, calibrate_search, tuning_epsilon
 from .errors import BudgetExhausted, TuningFailed
 from .ledger import Ledger
 from .plan import declared
 from .sampling import Coins
-from .trials import NoisyScore, Outcome, Score, Train, Trial, run_trial
+from .trials import NoisyScore, Outcome, Score, Train, Trial, run_trial, score_tail_delta
 
 _DEATHS = 3  # how often runs are begun again when no worker lived to finish one
 
@@ -99,6 +99,11 @@ class TuningPlan:
         if self.score_noise is not None and self.score_size is not None:
             self._set("score_noise", positive(score_noise=self.score_noise))
             self._set("score_size", positive(score_size=self.score_size))
+            if (extra := score_tail_delta(self.score_noise)) > ROOM / 2 * self.delta:
+                raise ValueError(
+                    f"score_noise={self.score_noise:g} is so small that the tails of the noise would add {extra:.1e} "
+                    f"to delta={self.delta:g}. Give the score more noise."
+                )
         release = {"sampling_prob": self.sampling_prob, "steps": self.steps, "delta": accounted(self.delta)}
         sigma = calibrate_search(self.search, epsilon=self.epsilon, score_noise=self.score_noise, **release)  # type: ignore[arg-type]
         self._set("noise_multiplier", sigma)

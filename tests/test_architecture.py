@@ -36,18 +36,18 @@ ALLOWED = {
     "ledger_file": {"errors"},
     "ledger": {"_show", "errors", "ledger_file"},
     "tuning": BASE | {"_show", "accounting", "ledger", "plan", "sampling", "trials"},
-    "trials": BASE | {"ledger", "noise", "plan", "training"},
+    "trials": BASE | {"accounting", "ledger", "noise", "plan", "training"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
     "guard": {"errors", "ledger"},
     "statement": {"accounting", "clipping", "errors", "ledger", "noise", "plan"},
-    "evaluation": BASE | {"batch", "sampling", "training"},
+    "evaluation": BASE | {"batch", "engine", "sampling", "training"},
     "training": BASE
     | {"batch", "clipping", "engine", "guard", "ledger", "noise", "plan", "rules", "sampling", "statement"}
     | {"thresholds"},
     "privatize": BASE
     | {"_show", "clipping", "engine", "guard", "ledger", "noise", "plan", "sampling", "statement", "training"},
-    "checkpoint": {"errors", "thresholds", "training"},
+    "checkpoint": BASE | {"thresholds", "training"},
     "recipes": {"errors", "plan", "privatize", "recipes", "rules", "statement", "thresholds", "training", "trials"},
     "cli": BASE
     | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"}

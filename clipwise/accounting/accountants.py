@@ -17,7 +17,7 @@ from .events import Event, StepEvent, rescaled
 
 CERTIFYING = ("pld", "rdp")
 ACCOUNTANTS = (*CERTIFYING, "gdp")
-_FOURIER = 3 * 2.0**-53  # what one release adds to the rounding of δ; measured against finer grids
+FOURIER = 3 * 2.0**-53  # what one release adds to the rounding of δ; measured against finer grids
 
 
 def epsilon(
@@ -73,7 +73,7 @@ def _pld(event: Event, delta: float, grid: float) -> float:
     """
     add_or_remove = event.adjacency == "add_or_remove_one"
     rough = _rdp(_simpler(event), delta)
-    certain = delta - _FOURIER * sum(times for _, times in dp_events(event))
+    certain = delta - FOURIER * sum(times for _, times in dp_events(event))
     if not rough <= 2000 or certain < delta / 2:
         return rough if add_or_remove else math.inf
     fine = grid / 10 if rough <= 1 and min(sigma for sigma, _ in event.levels) >= 1 else grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 ROOM = 1e-6  # share of δ that plans leave to arithmetic: ε is computed at δ·(1 − ROOM)
+PER_RUN = ROOM / 1000  # what one run may use of it, so that the runs of a search fit together
 
 
 def accounted(delta: float) -> float:
@@ -13,11 +14,13 @@ def accounted(delta: float) -> float:
 
 
 def tail_delta(*, reach: float, noise_multiplier: float, steps: int, dimension: int) -> float:
-    """An upper bound of the δ that noise without draws beyond `reach`·σ adds over `steps` steps.
+    """An upper bound of the δ that noise without draws beyond `reach`·σ adds over `steps` releases.
 
     Two neighbouring sums differ by v with ‖v‖ ≤ 1/σ, in units of the noise. What one can give and the other cannot has
-    some coordinate within |v_j| of the end of the tail: probability at most Σ_j |v_j|·φ(reach − |v_j|), which is at
-    most √d/σ·φ(reach − 1/σ). Both are divided by the probability that no coordinate would have gone beyond.
+    some coordinate (or, by Box–Muller, some pair of coordinates) within |v_j| of the end of its tail. For pairs, whose
+    radius has the density r·exp(−r²/2), that is at most Σ_j |v_j|·reach·exp(−(reach − |v_j|)²/2), which is at most
+    √d/σ·reach·exp(−(reach − 1/σ)²/2); for single coordinates it is less. Conditioning on no draw beyond the end
+    multiplies both sides by at most 1/(1 − its probability)^steps, which the second term covers.
 
     >>> tail_delta(reach=12.2, noise_multiplier=1.0, steps=1000, dimension=10**6) < 1e-20
     True
@@ -27,8 +30,8 @@ def tail_delta(*, reach: float, noise_multiplier: float, steps: int, dimension: 
     shift = 1 / noise_multiplier
     if shift >= reach:
         return 1.0
-    beyond = 2 * dimension * math.exp(-(reach**2) / 2) / (reach * math.sqrt(2 * math.pi))
-    if beyond >= 0.5:
+    beyond = dimension * math.exp(-(reach**2) / 2)
+    if steps * beyond >= 0.1:
         return 1.0
-    edge = math.sqrt(dimension) * shift * math.exp(-((reach - shift) ** 2) / 2) / math.sqrt(2 * math.pi)
-    return min(1.0, steps * edge / (1 - beyond))
+    edge = math.sqrt(dimension) * shift * reach * math.exp(-((reach - shift) ** 2) / 2)
+    return min(1.0, 2 * steps * (edge + beyond))

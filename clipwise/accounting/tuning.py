@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._check import count, one_of, open_unit, positive
-from .accountants import CERTIFYING, dp_events, epsilon_of, pld_accountant, rdp_accountant
+from .accountants import CERTIFYING, FOURIER, dp_events, epsilon_of, pld_accountant, rdp_accountant
 from .calibrate import solve_for
 from .events import StepEvent
 
@@ -177,11 +177,15 @@ def _composed(run: tuple[StepEvent, ...], runs: int, delta: float, by: str) -> f
         return epsilon_of(
             StepEvent(noise_multiplier=sigma, sampling_prob=run[0].sampling_prob, steps=steps * runs), delta
         )
-    accountant = rdp_accountant() if by == "rdp" else pld_accountant()
+    accountant, times = rdp_accountant() if by == "rdp" else pld_accountant(), 0
     for event in run:
         for release, steps in dp_events(event):
             accountant.compose(release, steps * runs)
-    return float(accountant.get_epsilon(delta))
+            times += steps * runs
+    certain = delta if by == "rdp" else delta - FOURIER * times
+    if certain < delta / 2:
+        return _composed(run, runs, delta, "rdp")
+    return float(accountant.get_epsilon(certain))
 
 
 def _liu_talwar(search: Search, run: tuple[StepEvent, ...], delta: float) -> float:

@@ -28,7 +28,9 @@ from .gradients import Gradients, check_losses
 from .ops import OpRule
 from .probes import lengths, made_record
 from .quiet import Quiet
+from .recompute import no_recompute
 from .reduce import Paths, Reduced, exact_products
+from .state import kept_state, restore_state
 from .tape import Tape
 
 Collate = Callable[[list[Any]], Any]
@@ -55,33 +57,12 @@ class PreflightReport:
 @contextmanager
 def _untouched(model: nn.Module, level: float) -> Iterator[None]:
     """Randomness made repeatable; RNG state and buffers as they were afterwards."""
-    buffers = _buffers(model)
+    buffers = kept_state(model)
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), Quiet(level):
+        with torch.random.fork_rng(), torch.enable_grad(), Quiet(level), no_recompute():
             yield
     finally:
-        _restore(model, buffers)
-
-
-def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Everything a forward pass may write to: parameters, buffers, and tensors that are plain attributes."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}".lstrip("."), value
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: b.detach().clone() for name, b in _kept(model)}
-
-
-def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, b in _kept(model):
-            if name in buffers and b.shape == buffers[name].shape and not torch.equal(b, buffers[name]):
-                b.copy_(buffers[name])
+        restore_state(model, buffers)
 
 
 def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
@@ -188,23 +169,22 @@ class _Rig:
 
     def compared(self, records: Sequence[Any]) -> PreflightReport:
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        batch, before = self.collated(records), _buffers(self.model)
+        batch, before = self.collated(records), kept_state(self.model)
         gradients = self.gradients(batch, len(records))
         losses, norms = gradients.losses, gradients.norms([(name,) for name in parameters])
+        if not (torch.isfinite(losses).all() and torch.isfinite(norms).all()):
+            raise _not_finite()
         floor = 0.01 * float(norms.square().sum(1).sqrt().median()) + 1e-9  # a vanishing gradient has no digits
         worst_loss = worst_norm = 0.0
         for i, record in enumerate(records):
             alone = self.collated([record])
-            _restore(self.model, before)
+            restore_state(self.model, before)
             loss, own = _alone(self.model, self.loss_fn, alone, parameters)
             truth = torch.stack([g.double().norm() for g in own.values()]).to(norms)
             apart = torch.stack([_apart(g, gradients.reduced[name], i) for name, g in own.items()]).to(norms)
             errors = torch.maximum((norms[i] - truth).abs(), apart) / (float(truth.square().sum().sqrt()) + floor)
             if not (torch.isfinite(loss) and torch.isfinite(truth).all()):
-                raise UnsupportedOp(
-                    "The preflight's records gave a loss or gradient that is not finite, so nothing can be compared. "
-                    "Made-up values do not suit this model: pass a few public records, privatize(..., probe=[…])."
-                )
+                raise _not_finite()
             loss_error = float((losses[i] - loss).abs() / (loss.abs() + losses.abs().mean() + 1e-6))
             norm_error = float(torch.nan_to_num(errors, nan=torch.inf).max())
             if not (loss_error <= self.tolerance and norm_error <= self.tolerance):
@@ -216,13 +196,13 @@ class _Rig:
 
     def _check_buffers(self, records: Sequence[Any]) -> None:
         """A buffer may change, like a step counter, but not in a way that depends on the records."""
-        before = _buffers(self.model)
+        before = kept_state(self.model)
         after = []
         for chosen in ([records[0]] * 2, [records[1]] * 2):
             with torch.no_grad():
                 self.loss_fn(self.model, self.collated(chosen))
-            after.append(_buffers(self.model))
-            _restore(self.model, before)
+            after.append(kept_state(self.model))
+            restore_state(self.model, before)
         if changed := _differing(*after):
             raise CrossExampleOp(
                 f"{', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the "
@@ -246,6 +226,13 @@ class _Rig:
             "Usual causes: batch norm, a collate_fn that mixes or pads to the longest, losses across the batch, "
             "randomness of unusual kinds."
         )
+
+
+def _not_finite() -> UnsupportedOp:
+    return UnsupportedOp(
+        "The preflight's records gave a loss or gradient that is not finite, so nothing can be compared. Made-up "
+        "values do not suit this model: pass a few public records, privatize(..., probe=[…])."
+    )
 
 
 def _suspects(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._types import sum_dtype, unit_roundoff
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
+from .static import is_static
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
@@ -90,7 +91,7 @@ def _select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
 
     On the CPU filling the few such rows is far faster than `where`.
     """
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or is_static():
         return torch.where(keep.reshape(-1, *(1,) * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
     dropped = (~keep).nonzero()[:, 0]
     if not len(dropped):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class Tape(TorchFunctionMode):
         self._records: list[Record] = []
         self._anchor: dict[torch.device, Tensor] = {}
         self._blind: set[str] = set()  # parameters that met data under no_grad
-        self._once = ExitStack()
+        self._once: list[Any] = []
         self._seen = Seen(size)
         self._seen.mark(data)
 
@@ -86,12 +85,13 @@ class Tape(TorchFunctionMode):
         return source
 
     def __enter__(self) -> Any:
-        self._once.enter_context(no_recompute())
+        self._once.append(no_recompute())
+        self._once[-1].__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._once.close()
         super().__exit__(*error)
+        self._once.pop().__exit__(None, None, None)
 
     # -- what an op does ----------------------------------------------------------------------------
 

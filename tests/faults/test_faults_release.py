@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from golden import FILE, SETTINGS
 
 import clipwise as cw
+from clipwise import errors
 from clipwise.accounting.arithmetic import ROOM, tail_delta
 from clipwise.recipes import digits
-from runs import X, Y, plan, run
+from runs import X, Y, losses, plan, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +50,76 @@ def test_40_leaks_outside_the_library_are_named():
         assert word in page
 
 
+def looked(**options):
+    training = run(evaluations=3, evaluation_noise=2.0, **options)
+    return training, lambda score=None, **others: cw.private_score(
+        training, X, score or (lambda m, b: torch.full((len(b),), 9.0)), size=48, **others
+    )
+
+
+def test_40_a_charged_look_is_bounded_by_one_per_record():
+    seen = []
+    training, look = looked()
+    training._noise.add_ = lambda values, **how: seen.append((values, how)) or values
+    assert look() == 1.0  # nine each, clamped to one
+    look(lambda m, b: torch.full((len(b),), math.nan))
+    (first, how), (second, _) = seen
+    assert (float(first["score"]), float(second["score"])) == (48.0, 0.0)
+    assert (how["sensitivity"], how["noise_multiplier"], how["stream"]) == (1.0, 2.0, "evaluation")
+
+
+def test_40_a_look_is_charged_before_it_is_noised_and_survives(tmp_path):
+    path, seen = tmp_path / "run.ledger", []
+    training, look = looked(ledger=path)
+    training._noise.add_ = lambda values, **_: seen.append(cw.read_ledger(path).looks) or values
+    look()
+    look()
+    assert seen == [1, 2]
+    training.ledger.close()
+    path.write_bytes(path.read_bytes() + b'{"')
+    again, look = looked(ledger=path)
+    assert (again.ledger.looks, again.ledger.charges) == (3, 1)  # a torn line may have been either
+    with pytest.raises(errors.BudgetExhausted):
+        look()
+    assert again.epsilon >= again.plan.epsilon_after(0, 3)
+
+
+def test_40_a_model_that_keeps_what_it_scores_is_refused_and_put_back():
+    class Keeps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 3)
+            self.register_buffer("seen", torch.zeros(6))
+
+        def forward(self, x):
+            if not self.training:
+                self.seen.copy_(x[0])
+            return self.layer(x)
+
+    training = run(Keeps(), evaluations=1)
+    with pytest.raises(errors.CrossExampleOp, match="keeps something of the records"):
+        cw.private_score(training, X, lambda m, b: m(b)[:, 0], size=48)
+    assert not training.model.seen.any()
+    assert training.ledger.looks == 1
+
+
+def test_41_runs_of_a_search_cannot_look():
+    numbers = {"delta": 1e-5, "sampling_prob": 0.25, "steps": 2, "expected_batch_size": 12}
+    searched = cw.TuningPlan(epsilon=3.0, search=cw.Search(runs=1, method="composition"), **numbers)
+
+    def train(trial):
+        model = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mine = cw.Plan(**trial.numbers, accountant="rdp", evaluations=9)
+        training = cw.privatize(model, optimizer, mine, losses, preflight=False)
+        for batch in training.batches((X, Y)):
+            training.step(batch)
+        return training
+
+    with pytest.raises(errors.TuningFailed, match="private_score"):
+        cw.tune(train, {"lr": [0.1]}, searched, lambda m: 1.0, score_is_public=True, executor=ThreadPoolExecutor(1))
+
+
 def test_41_the_best_of_k_runs_is_charged():
     numbers = {"noise_multiplier": 2.0, "sampling_prob": 0.01, "steps": 100, "delta": 1e-5}
     one = cw.epsilon(accountant="rdp", **numbers)
@@ -73,7 +145,8 @@ def test_42_calibration_never_exceeds_its_target(seed):
 def rows():
     found = json.loads(FILE.read_text())["rows"]
     assert len(found) == SETTINGS >= 500
-    return found if os.environ.get("CLIPWISE_ALL") else found[::12]
+    hard = [row for row in found if row[3] < 1e-9 and row[2] > 800]  # where Fourier transforms round the most
+    return found if os.environ.get("CLIPWISE_ALL") else found[::12] + hard[:12]
 
 
 def test_43_epsilon_against_the_reference():
@@ -140,8 +213,11 @@ def test_45_arithmetic_is_inside_delta():
     assert plan().epsilon > cw.epsilon(noise_multiplier=1.0, sampling_prob=0.25, steps=6, delta=1e-5)
     few, many = (tail_delta(reach=8.5, noise_multiplier=1.0, steps=s, dimension=10**6) for s in (1, 100))
     assert 0 < few < many < 1e-5
-    truth = 1e3 * 0.3989 * math.exp(-(7.5**2) / 2)
-    assert few == pytest.approx(truth, rel=0.01)
+    assert few >= 1e3 * 0.3989 * math.exp(-(7.5**2) / 2)  # what single coordinates alone would cost
+    loud = {"noise_multiplier": 5.0, "evaluations": 1, "evaluation_noise": 0.15}
+    with pytest.raises(errors.CannotCertify, match="tails of the noise"):
+        run(**loud)  # the steps are quiet, the look is not
+    assert run(noise="hardened", **loud).statement()["noise"]["arithmetic_delta"] == 0
     assert tail_delta(reach=5.77, noise_multiplier=1.0, steps=1000, dimension=10**4) > 1e-5
 
 

@@ -245,9 +245,34 @@ def test_09_checkpointing_inside_a_transformers_model():
     plain = cw.clipped_sum(model, loss, ids)
     for reentrant in (True, False):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        run(model, loss).batches(ids)  # the preflight agrees
         again = cw.clipped_sum(model, loss, ids)
         torch.testing.assert_close(again.norms, plain.norms)
         assert brute.distance(dict(again.grads), dict(plain.grads)) <= 1e-6
+
+
+def test_09_checkpointing_after_attention():
+    """A fused op is written out under the tape itself: what follows must still be seen."""
+    from torch.utils.checkpoint import checkpoint
+
+    class After(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.attention, self.layer = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+            self.reentrant = reentrant
+
+        def forward(self, x):
+            h = self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0]
+            if self.reentrant is None:
+                return self.layer(h)
+            return checkpoint(self.layer, h, use_reentrant=self.reentrant)
+
+    found = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        found.append(summed(After(reentrant), (X, Y)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_10_frozen_unused_and_late_parameters():

@@ -132,7 +132,7 @@ def test_34_every_flipped_byte_is_seen_and_torn_lines_are_charged(tmp_path):
     whole = path.read_bytes()
     last = len(whole) - whole.rstrip(b"\n").rfind(b"\n") - 1
     for i in range(len(whole)):
-        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ (1 + i % 255)]) + whole[i + 1 :])
         try:
             assert cw.read_ledger(path).charges >= 2  # only where the last line seems torn by it
         except errors.LedgerError:
@@ -209,6 +209,46 @@ def test_36_another_plan_is_refused(tmp_path):
         cw.load_checkpoint(other, saved)
 
 
+def test_36_other_noise_is_refused(tmp_path):
+    stepped(run(ledger=tmp_path / "run.ledger")).ledger.close()
+    with pytest.raises(errors.PlanMismatch, match="must stay what it was"):
+        run(ledger=tmp_path / "run.ledger", noise="hardened")
+
+
+def test_34_a_refused_checkpoint_leaves_the_run_as_it_was(tmp_path):
+    """Files that read well and do not fit: other shapes, settings, thresholds, positions."""
+    from clipwise import checkpoint
+
+    path, saved = tmp_path / "run.ledger", tmp_path / "run.checkpoint"
+    training = stepped(run(ledger=path, rule=cw.Abadi(), threshold=cw.MinErrorThreshold(1.0), expected_batch_size=400))
+    cw.save_checkpoint(training, saved)
+    whole = checkpoint.read_checkpoint(saved)
+    before, settings = weights(training), copy.deepcopy(training.optimizer.state_dict())
+
+    def spoilt(part, change):
+        content = copy.deepcopy(whole)
+        change(content[part])
+        return content
+
+    cases = [
+        spoilt("threshold", lambda t: t.update(range=0.0)),
+        spoilt("optimizer", lambda o: o["param_groups"][0].update(lr="boom")),
+        spoilt("optimizer", lambda o: o.update(state={0: {"momentum_buffer": torch.zeros(7)}})),
+        spoilt("optimizer", lambda o: o.update(param_groups=[])),
+        spoilt("model", lambda m: m.update(extra=torch.zeros(1))),
+    ]
+    for content in cases:
+        content["model"] = {k: v + 1 for k, v in content["model"].items()}
+        original, checkpoint.read_checkpoint = checkpoint.read_checkpoint, lambda _, content=content: content
+        try:
+            with pytest.raises(errors.CheckpointError):
+                cw.load_checkpoint(training, saved)
+        finally:
+            checkpoint.read_checkpoint = original
+        assert torch.equal(before, weights(training))
+        assert training.optimizer.state_dict() == settings
+
+
 def test_37_a_spent_budget_refuses_before_the_step():
     training = run(steps=2)
     batches = training.batches((X, Y))
@@ -242,7 +282,8 @@ def test_38_copies_pickles_and_swapped_optimizers():
 def test_38_grad_scaler_and_wrappers():
     training = run()
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises((errors.WrongOrder, AssertionError)):
+    scaler.scale(losses(training.model, (X, Y)).mean()).backward()
+    with pytest.raises(errors.WrongOrder, match="neither clipped nor noised"):
         scaler.step(training.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile imports what warns of itself

@@ -1,0 +1,128 @@
+"""The recorded step as one compiled function: forward, backward, norms, weights and sums, traced once per shape.
+
+    batch (padded to fixed rows), mask, a number
+      ─► make_fx over the eager engine, on fake tensors ─► a graph of plain ops
+      ─► torch.compile (Inductor; CUDA graphs on a GPU) ─► sums, norms
+
+Tracing sees shapes, never values: a model that branches on values is refused, not frozen in one of its branches.
+Parameters and buffers are taken by reference, so that an optimizer's in-place updates are seen; when their memory,
+the model's mode or the batch's shapes change, the step is traced again. A model that branches on Python's own random
+numbers is found where two traces differ.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import map_tensors, tensors
+from ..errors import ClipwiseError, UnsupportedOp
+from .probes import made_record
+from .reduce import exact_products
+from .static import static
+
+Step = Callable[[Any, Tensor, Tensor], tuple[dict[str, Tensor], Tensor]]
+_MOST = 8  # shapes, beyond which compiling costs more than it saves
+
+
+class Compiled:
+    """`step(data, mask, number)` compiled, for one model. `warm_up` holds the seconds that each shape took."""
+
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        """`step` must be a pure function of its arguments and of the model's parameters and buffers."""
+        self._model, self._step = model, step
+        self._ready: dict[Any, Callable[..., Any]] = {}
+        self.warm_up: list[float] = []
+
+    def _key(self, data: Any, given: list[Tensor]) -> Any:
+        shapes = tuple((x.shape, x.dtype, x.device) for x in given)
+        constants = repr(map_tensors(data, lambda x: x.new_empty(0, device="cpu", dtype=torch.bool)))
+        held = (*self._model.parameters(), *self._model.buffers())
+        memory = tuple((x.data_ptr(), x.requires_grad) for x in held)
+        return shapes, constants, memory, tuple(m.training for m in self._model.modules())
+
+    def __call__(self, data: Any, mask: Tensor, number: float) -> tuple[dict[str, Tensor], Tensor]:
+        """As the step itself."""
+        given = list(tensors(data))
+        device = next(self._model.parameters()).device
+        mask, threshold = mask.to(device), torch.full((), number, dtype=torch.float64, device=device)
+        key = self._key(data, given)
+        if key not in self._ready:
+            self._ready[key] = self._compiled(data, given, mask, threshold)
+        with torch.no_grad(), exact_products(device):
+            if device.type == "cuda":
+                torch.compiler.cudagraph_mark_step_begin()
+            names, values, norms = self._ready[key](*given, mask, threshold)
+            if device.type == "cuda":  # a CUDA graph writes its next results to the same memory
+                values, norms = [v.clone() for v in values], norms.clone()
+        return dict(zip(names, values, strict=True)), norms
+
+    def prepare(self, collate: Callable[[list[Any]], Any], like: Any, rows: int, device: Any) -> None:
+        """Compile for `rows` records of the structure of `like`, on made-up values: before anything private is seen."""
+        if self._ready:
+            return
+        made = collate([made_record(like, 1)])
+        wide = map_tensors(made, lambda x: x.to(device or x.device).expand(rows, *x.shape[1:]).contiguous())
+        self(wide, torch.ones(rows, dtype=torch.bool), 1.0)
+
+    def _compiled(self, data: Any, given: list[Tensor], mask: Tensor, threshold: Tensor) -> Callable[..., Any]:
+        if len(self._ready) >= _MOST:
+            raise UnsupportedOp(
+                f"compile=True has met more than {_MOST} shapes of batches, and each is compiled anew. Pad every batch "
+                "to the same length in the collate function, or leave compile=True out."
+            )
+        began = time.perf_counter()
+        names: list[str] = []
+
+        def flat(*inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+            rows = iter(inputs)
+            batch = map_tensors(data, lambda x: next(rows))
+            with static(), torch.enable_grad():
+                sums, norms = self._step(batch, next(rows), next(rows))
+            names[:] = list(sums)
+            return list(sums.values()), norms
+
+        graph = _traced(flat, (*given, mask, threshold))
+        backend = torch.compile(graph, fullgraph=True, dynamic=False, mode=_mode(mask.device))
+        with warnings.catch_warnings(), torch.no_grad(), exact_products(mask.device):
+            warnings.simplefilter("ignore")  # the compiler's own
+            backend(*given, mask, threshold)
+        self.warm_up.append(time.perf_counter() - began)
+        order = tuple(names)
+        return lambda *inputs: (order, *backend(*inputs))
+
+
+def _mode(device: torch.device) -> str | None:
+    return "reduce-overhead" if device.type == "cuda" else None
+
+
+def _traced(flat: Callable[..., Any], inputs: tuple[Tensor, ...]) -> torch.fx.GraphModule:
+    """A graph of plain ops, from shapes alone; twice, to see whether Python's own random numbers decide anything."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    by_value = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+    graphs = []
+    for _ in range(2):
+        try:
+            graphs.append(make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs))
+        except ClipwiseError:
+            raise
+        except by_value as error:
+            raise UnsupportedOp(
+                "compile=True cannot trace this model: it decides by values of its data, which a compiled step "
+                "would freeze. Leave compile=True out, or write the branch with torch.where."
+            ) from error
+    if graphs[0].code != graphs[1].code:
+        raise UnsupportedOp(
+            "compile=True cannot trace this model: two passes did different things, so Python's own random numbers or "
+            "some state decide what runs. Leave compile=True out."
+        )
+    return graphs[1]

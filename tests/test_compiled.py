@@ -1,0 +1,191 @@
+"""compile=True: the same sums as the eager engine, whatever the batch holds, and no second compilation in a run."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuzz import Attention, TiedHead
+from torch import nn
+
+import clipwise as cw
+from clipwise import errors
+from clipwise.engine.compiled import _traced
+from clipwise.engine.static import static
+
+X, Y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]).float(), batch[1], reduction="none")
+
+
+def make(model, loss_fn=losses, lr=0.1, **options):
+    numbers = {"noise_multiplier": 1.0, "delta": 1e-5, "sampling_prob": 0.2, "steps": 8, "expected_batch_size": 12}
+    chosen = {k: options.pop(k) for k in list(options) if k in cw.Plan.__dataclass_fields__}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    return cw.privatize(model, optimizer, cw.Plan(**(numbers | chosen)), loss_fn, **options)
+
+
+def both(training, data, mask, scale):
+    compiled = training._compiled(data, mask, scale)
+    return compiled, training._clipped(data, mask, scale)
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    (sums, norms), (truth, true_norms) = found, expected
+    torch.testing.assert_close(norms, true_norms, rtol=tolerance, atol=1e-9)
+    assert sums.keys() == truth.keys()
+    for name, value in truth.items():
+        torch.testing.assert_close(sums[name], value, rtol=tolerance, atol=tolerance)
+
+
+def test_sums_norms_masks_thresholds_and_updates():
+    """One small model through everything that changes from step to step: nothing is frozen into the graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+    model[0].bias.requires_grad_(False)
+    model.register_buffer("unused", torch.ones(2))
+    training = make(model, compile=True, rule=cw.Abadi())
+    training.batches((X, Y))
+    assert training.warm_up > 0
+    rows = 26  # 12 + 4·√12, rounded up
+    for seed in range(4):
+        data = X[seed : seed + rows] * (seed + 1), Y[seed : seed + rows]
+        assert_same(*both(training, data, torch.arange(rows) < rows - 3 * seed, 0.3 * (seed + 1)))
+        with torch.no_grad():
+            for p in model.parameters():  # frozen ones too
+                p.mul_(1.1)
+    bad = X[:rows].clone()
+    bad[3], bad[4] = math.nan, 1e30
+    found, expected = both(training, (bad, Y[:rows]), torch.ones(rows, dtype=torch.bool), 0.5)
+    kept = [i for i in range(rows) if i not in (3, 4)]
+    assert all(torch.isfinite(v).all() for v in found[0].values())
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, expected[0][name], rtol=1e-5, atol=1e-5)
+    assert not torch.isfinite(found[1][3]).all()
+    assert torch.isfinite(found[1][kept]).all()
+    assert len(training._compiled.warm_up) == 1
+    for batch in training.batches((X, Y)):  # random sizes
+        training.step(batch)
+    assert len(training._compiled.warm_up) == 1
+    assert training.ledger.charges == 8
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_tied_weights_attention_and_in_place_residuals():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.norm, self.up = Attention(8, 2), nn.RMSNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.attention(x)
+            h += x
+            return self.up(self.norm(h)).relu_() + h
+
+    torch.manual_seed(0)
+    model, ids = TiedHead(30, 8, Block()), torch.randint(0, 30, (6, 5))
+
+    def loss(m, b):
+        return m(b).logsumexp(2).mean(1)
+
+    training = make(model, loss, compile=True, microbatch=6)
+    assert_same(*both(training, ids, torch.arange(6) < 5, 0.5))
+
+
+def test_convolutions_and_a_recurrent_layer():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(3, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4)
+            self.cell, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+        def forward(self, x):
+            h = F.gelu(self.norm(self.conv(x)))
+            return self.head(self.cell(h.mT)[0][:, -1])
+
+    torch.manual_seed(0)
+    training = make(Mixed(), lambda m, b: m(b).square().sum(1), compile=True, microbatch=5)
+    assert_same(*both(training, torch.randn(5, 3, 8), torch.ones(5, dtype=torch.bool), 0.2))
+
+
+def test_dropout_is_drawn_anew_and_per_example():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    training = make(model, compile=True, microbatch=8)
+    same = X[:1].expand(8, -1).contiguous(), Y[:1].expand(8).contiguous()
+    mask = torch.ones(8, dtype=torch.bool)
+    first, second = (training._compiled(same, mask, 1.0)[1].flatten().tolist() for _ in range(2))
+    assert len(set(first)) == 8
+    assert not set(first) & set(second)
+
+
+def test_moving_thresholds_and_small_microbatches_train():
+    torch.manual_seed(0)
+    training = make(
+        nn.Linear(6, 3), compile=True, microbatch=7, rule=cw.Abadi(), threshold=cw.QuantileThreshold(), lr=0.5
+    )
+    norms = set()
+    for batch in training.batches((X, Y)):
+        norms.add(training.clip_norm)
+        training.step(batch)
+    assert len(norms) == 8
+    assert len(training._compiled.warm_up) == 1
+
+
+def test_branches_on_values_are_refused():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > 0 else self.layer(2 * x)
+
+    training = make(Branch(), compile=True, microbatch=4, preflight=False)
+    with pytest.raises(errors.UnsupportedOp, match="decides by values"):
+        training._compiled((X[:4], Y[:4]), torch.ones(4, dtype=torch.bool), 1.0)
+
+
+def test_branches_on_pythons_random_numbers_are_found():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x) if random.random() < 0.5 else self.layer(2 * x)
+
+    training = make(Branch(), compile=True, microbatch=4, preflight=False)
+
+    def flat(x, y, mask):
+        with static(), torch.enable_grad():
+            sums, norms = training._clipped((x, y), mask, 1.0)
+        return list(sums.values()), norms
+
+    def refused():
+        try:
+            _traced(flat, (X[:4], Y[:4], torch.ones(4, dtype=torch.bool)))
+        except errors.UnsupportedOp as error:
+            return "two passes" in str(error)
+        return False
+
+    assert any(refused() for _ in range(20))
+
+
+def test_what_compile_needs():
+    with pytest.raises(errors.UnsupportedOp, match="needs a loss_fn"):
+        make(nn.Linear(6, 3), None, compile=True)
+    with pytest.raises(errors.UnsupportedOp, match="needs a loss_fn"):
+        make(nn.Linear(6, 3), compile=True, engine="vmap")
+
+
+def test_refusals_of_the_engine_come_through():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    with pytest.raises(errors.CrossExampleOp, match="batch_norm"):
+        make(model, compile=True).batches((X, Y))
