@@ -58,7 +58,7 @@ def _spent(state: LedgerState, path: Path) -> float:
 def shown_summary(found: dict[str, Any]) -> str:
     """For people."""
     lines = [
-        f"ledger         {found['file']}: whole and unbroken, last line {found['last_hash'][:12]}",
+        f"ledger         {found['file']}: every line unbroken, the last one {found['last_hash'][:12]}",
         f"spent          epsilon = {shown_epsilon(found['spent_epsilon'])} at delta = {shown_delta(found['delta'])}",
         f"of             epsilon = {shown_epsilon(found['planned_epsilon'])} planned",
         f"charged        {found['charges']} step(s), {found['evaluations']} evaluation(s)",

@@ -136,7 +136,7 @@ def test_ledgers_can_be_verified_and_shown(tmp_path):
     assert (found["charges"], found["verified"], found["torn_last_line"]) == (3, True, False)
     assert found["spent_epsilon"] == pytest.approx(spent, rel=1e-12)
     code, out, _ = call("ledger", "verify", str(path))
-    assert "whole and unbroken" in out
+    assert "every line unbroken" in out
     assert "3 step(s), 0 evaluation(s)" in out
     code, out, _ = call("ledger", "show", str(path))
     assert [json.loads(line)["kind"] for line in out.splitlines()] == ["plan", "charge", "charge", "charge"]

@@ -208,7 +208,7 @@ MUTANTS = [
            'return sums, observed["observed"]', "return sums, seen"),
     Mutant("44", "C has no bounds", "clipwise/thresholds.py", "return min(max(x, SMALLEST), LARGEST)", "return x"),
     Mutant("45", "arithmetic costs nothing", "clipwise/accounting/arithmetic.py",
-           "return min(1.0, steps * edge / (1 - beyond))", "return 0.0"),
+           "return min(1.0, 2 * steps * (edge + beyond))", "return 0.0"),
     Mutant("47", "the noise is scaled by half of the sensitivity", "clipwise/training.py",
            "            sensitivity=step.sensitivity,\n", "            sensitivity=0.5 * step.sensitivity,\n"),
     Mutant("47", "the threshold's release is not noised enough", "clipwise/training.py",
