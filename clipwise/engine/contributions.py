@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._types import sum_dtype
+from .products import product
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
             done += len(part.left)
         return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2).reshape(-1, *shape)
     if isinstance(use, Outer):
-        grad = torch.matmul(_wide(use.left).mT, _wide(use.right))
-        return grad.reshape(-1, *shape)
+        left, right = use.left.flatten(0, 1), use.right.flatten(0, 1)
+        return product(left.mT, right, sum_dtype(left.dtype)).reshape(len(use.left), *shape)
     size, positions = use.index.shape
     rows = _wide(use.rows).reshape(size * positions, -1)
     offset = torch.arange(size, device=rows.device)[:, None] * shape[0]

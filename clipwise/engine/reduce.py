@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._types import sum_dtype, unit_roundoff
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
+from .products import SPLIT_ERROR, on_tensor_cores, product, split_product
 from .static import is_static
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
@@ -146,8 +147,9 @@ class OuterGrad:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
         left, right = self.uses.left, self.uses.right
         if self.single and left.shape[2] == 1:
-            return (squares(left, 3) * squares(right, 3)).sum((1, 2))
-        return _bounded(*self.gram(), self.error, self.dtype)
+            lost = self.split * (2 + self.split)
+            return (squares(left, 3) * squares(right, 3)).sum((1, 2)) * (1 + lost)
+        return _bounded(*self.gram(), self.error, self.dtype, self.split)
 
     def gram(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """G, which may have cancelled, ρ, what underflow may have lost of G, and t; float64, all [b].
@@ -156,7 +158,7 @@ class OuterGrad:
         """
         size, _, _, p = self.uses.left.shape
         d, tiny = self.uses.right.shape[3], torch.finfo(self.dtype).tiny
-        gram_left, gram_right = (_gram(x.to(self.dtype).flatten(0, 1)) for x in (self.uses.left, self.uses.right))
+        gram_left, gram_right = (_gram(x.flatten(0, 1), self.dtype) for x in (self.uses.left, self.uses.right))
         left, right = (  # norms of the positions [b, g·t], never below the truth
             (g.diagonal(dim1=1, dim2=2).double().clamp(min=0) * (1 + self.error) + k * tiny).sqrt().reshape(size, -1)
             for g, k in ((gram_left, p), (gram_right, d))
@@ -167,32 +169,45 @@ class OuterGrad:
         return total, (left * right).sum(1), lost, used.reshape(size, -1).sum(1).double()
 
     @property
+    def fast(self) -> bool:
+        """Whether products run on tensor cores."""
+        return self.dtype == torch.float32 and on_tensor_cores(self.uses.left) and on_tensor_cores(self.uses.right)
+
+    @property
     def error(self) -> float:
-        """κ·u."""
+        """κ·u; tensor cores cut where others round, which is twice as much."""
         p, d = self.uses.left.shape[3], self.uses.right.shape[3]
-        return (min(p, _LONG) + min(d, _LONG) + 64) * unit_roundoff(self.dtype)
+        return (2 if self.fast else 1) * (min(p, _LONG) + min(d, _LONG) + 64) * unit_roundoff(self.dtype)
+
+    @property
+    def split(self) -> float:
+        """What halving a factor of the weighted sum loses, as a share of ρ."""
+        return SPLIT_ERROR if self.fast else 0.0
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions."""
-        left, right = self.uses.left.to(self.dtype), self.uses.right.to(self.dtype)
+        left, right = self.uses.left, self.uses.right
         if left.shape[3] <= right.shape[3]:
-            left, right = _scaled(left, weights, keep), _select(right, keep)
+            left, right = _scaled(left.to(self.dtype), weights, keep), _select(right, keep)
         else:
-            left, right = _select(left, keep), _scaled(right, weights, keep)
+            left, right = _select(left, keep), _scaled(right.to(self.dtype), weights, keep)
         if left.shape[1] == 1:
-            return (left.flatten(0, 2).T @ right.flatten(0, 2)).reshape(self.shape)
-        left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)  # [g, b·t, ·]
-        return torch.matmul(left.mT, right).reshape(self.shape)
+            left, right = left.flatten(0, 2), right.flatten(0, 2)  # [b·t, ·]
+        else:
+            left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)  # [g, b·t, ·]
+        if self.fast:
+            return split_product(left, right).reshape(self.shape)
+        return torch.matmul(left.mT.to(self.dtype), right.to(self.dtype)).reshape(self.shape)
 
 
-def _gram(x: Tensor) -> Tensor:
+def _gram(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
     if x.shape[2] <= _LONG:
-        return torch.bmm(x, x.mT)
+        return product(x, x.mT, dtype)
     parts = x.split(_LONG, dim=2)
-    total = torch.bmm(parts[0], parts[0].mT).double()
+    total = product(parts[0], parts[0].mT, dtype).double()
     for part in parts[1:]:
-        total += torch.bmm(part, part.mT)
+        total += product(part, part.mT, dtype)
     return total
 
 
@@ -224,24 +239,27 @@ class TiedGrad:
     def squared_norms(self) -> Tensor:
         """‖E‖² + ‖H‖² + 2⟨E, H⟩, with ⟨E, H⟩ = Σ_ts left_s[index_t]·⟨rows_t, right_s⟩."""
         index, rows = self.rows.uses.index, self.rows.uses.rows.double()
-        left, right = self.outer.uses.left[:, 0].double(), self.outer.uses.right[:, 0].double()
-        picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1))  # [b, s, t]
+        left, right = self.outer.uses.left[:, 0], self.outer.uses.right[:, 0].double()
+        picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)).double()  # [b, s, t]
         cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2))
         gram, reach, lost, used = self.outer.gram()
         total = rows.square().sum((1, 2)) + gram + 2 * cross
         reach = reach + squares(self.rows.uses.rows, 2).sqrt().sum(1)
         used = used + (rows != 0).any(2).sum(1)
-        return _bounded(total, reach, lost, used, self.outer.error, sum_dtype(self.outer.uses.left.dtype))
+        precision = sum_dtype(self.outer.uses.left.dtype)
+        return _bounded(total, reach, lost, used, self.outer.error, precision, self.outer.split)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """The two sums, added."""
         return self.outer.weighted_sum(weights, keep) + self.rows.weighted_sum(weights, keep)
 
 
-def _bounded(gram: Tensor, reach: Tensor, lost: Tensor, positions: Tensor, error: float, dtype: torch.dtype) -> Tensor:
-    """(√(max(G, 0) + κuρ² + underflow) + (t + 4)·u·ρ)²: NaN stays NaN, so that the example is dropped."""
+def _bounded(
+    gram: Tensor, reach: Tensor, lost: Tensor, positions: Tensor, error: float, dtype: torch.dtype, split: float = 0.0
+) -> Tensor:
+    """(√(max(G, 0) + κuρ² + underflow) + ((t + 4)·u + split)·ρ)²: NaN stays NaN, so that the example is dropped."""
     estimate = (gram.clamp(min=0) + error * reach.square() + lost).sqrt()
-    return (estimate + (positions + 4) * unit_roundoff(dtype) * reach).square()
+    return (estimate + ((positions + 4) * unit_roundoff(dtype) + split) * reach).square()
 
 
 def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
