@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,24 +93,30 @@ def with_steady_memory() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
 
 
-def plain_step(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
+def plain_step(
+    make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], compiled: bool = False
+) -> Callable[[], None]:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    forward = torch.compile(losses, dynamic=False) if compiled else losses
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        losses(model, batch).mean().backward()
+        forward(model, batch).mean().backward()
         optimizer.step()
 
     return step
 
 
-def clipwise_step(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
+def clipwise_step(
+    make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], compiled: bool = False
+) -> Callable[[], None]:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     size = len(batch[0])
     plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.01, steps=10**6, expected_batch_size=size)
-    training = cw.privatize(model, optimizer, plan, losses, sampling="asserted")
+    options: dict[str, Any] = {"compile": True, "microbatch": size} if compiled else {}
+    training = cw.privatize(model, optimizer, plan, losses, sampling="asserted", **options)
     return lambda: training.step(batch)
 
 
@@ -159,13 +166,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--compiled", action="store_true", help="plain and private, both compiled")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     results = {}
     for name, (make, batch) in work().items():
-        steps = {"plain": plain_step(make, batch), "clipwise": clipwise_step(make, batch)}
+        both = arguments.compiled
+        steps = {"plain": plain_step(make, batch, both), "clipwise": clipwise_step(make, batch, both)}
         try:
+            if both:
+                raise ImportError("it does not compile")
             import opacus  # noqa: F401
 
             steps |= {"opacus hooks": opacus_step(make, batch, False), "opacus ghost": opacus_step(make, batch, True)}

@@ -35,7 +35,7 @@ class Plan:
     `noise_decay` ρ lets σ fall to ρ·σ over the run (Du et al.), in at most 50 stairs; σ is then the first step's.
     `evaluations` pays beforehand for as many looks at private records (`private_score`), each a sum of scores in
     [0, 1] with noise of standard deviation `evaluation_noise`; ε covers them whether or not they are used.
-    δ covers what finite arithmetic adds: ε is computed at a δ smaller by a millionth.
+    δ covers what finite arithmetic adds: ε is computed at a δ smaller by 0.01%.
 
     >>> plan = Plan(noise_multiplier=1.5, delta=1e-5, sampling_prob=0.04, steps=2250, expected_batch_size=100)
     >>> round(plan.epsilon, 3)

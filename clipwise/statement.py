@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from .accounting.arithmetic import PER_RUN, ROOM, tail_delta
+from .accounting.arithmetic import ROOM, tail_delta
 from .clipping import trainable
 from .errors import CannotCertify
 from .ledger import Ledger
@@ -52,7 +52,7 @@ def arithmetic_delta(plan: Plan, noise: NoiseSource, model: nn.Module) -> float:
 
 def check_arithmetic(plan: Plan, noise: NoiseSource, model: nn.Module) -> None:
     """Refuse a plan whose δ has no room for its arithmetic."""
-    if noise.certified and (extra := arithmetic_delta(plan, noise, model)) > PER_RUN * plan.delta:
+    if noise.certified and (extra := arithmetic_delta(plan, noise, model)) > ROOM * plan.delta:
         raise CannotCertify(
             f"The tails of the noise end too early for so little noise: they would add {extra:.1e} to "
             f"delta={plan.delta:g}. Use privatize(noise='hardened'), whose tails do not end, or more noise."

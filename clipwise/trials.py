@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .accounting.arithmetic import tail_delta
+from .accounting.arithmetic import ROOM, tail_delta
 from .errors import ClipwiseError, PlanMismatch
 from .ledger import charges_of_this_thread
 from .noise import NoiseSource
 from .plan import Plan
+from .statement import arithmetic_delta
 from .training import PrivateTraining
 
 Score = Callable[[nn.Module], Any]
@@ -132,6 +133,10 @@ def _check(training: Any, trial: Trial, charges: int) -> None:
         raise PlanMismatch(
             "A run of a search must not look at private records by private_score: the search has not paid for it. Give "
             "the search itself a noisy score (score_noise)."
+        )
+    if 1e4 * arithmetic_delta(training.plan, training._noise, training.model) > ROOM / 2 * training.plan.delta:
+        raise PlanMismatch(
+            "The tails of the noise end too early for so little noise and so many runs. Use privatize(noise='hardened')."
         )
     if training.plan.noise_decay != 1 or training.plan.adjacency != "add_or_remove_one":
         raise PlanMismatch("The run's noise or adjacency is not the search's: use trial.plan().")

@@ -36,7 +36,7 @@ ALLOWED = {
     "ledger_file": {"errors"},
     "ledger": {"_show", "errors", "ledger_file"},
     "tuning": BASE | {"_show", "accounting", "ledger", "plan", "sampling", "trials"},
-    "trials": BASE | {"accounting", "ledger", "noise", "plan", "training"},
+    "trials": BASE | {"accounting", "ledger", "noise", "plan", "statement", "training"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
     "guard": {"errors", "ledger"},

@@ -287,7 +287,7 @@ def test_decaying_noise_is_composed_step_by_step():
     by_hand = dp_accounting.rdp.RdpAccountant()
     for sigma in sigmas:
         by_hand.compose(dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(sigma)))
-    assert plan.epsilon == pytest.approx(by_hand.get_epsilon(1e-5 * (1 - 1e-6)), rel=1e-9)
+    assert plan.epsilon == pytest.approx(by_hand.get_epsilon(1e-5 * (1 - 1e-4)), rel=1e-9)
     shown = str(plan)
     assert "2 → 1 → " in shown
     assert "clip norm 3 → 2.121" in shown

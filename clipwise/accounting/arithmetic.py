@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-ROOM = 1e-6  # share of δ that plans leave to arithmetic: ε is computed at δ·(1 − ROOM)
-PER_RUN = ROOM / 1000  # what one run may use of it, so that the runs of a search fit together
+ROOM = 1e-4  # share of δ that plans leave to arithmetic: ε is computed at δ·(1 − ROOM)
 
 
 def accounted(delta: float) -> float:

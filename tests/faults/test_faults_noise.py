@@ -127,7 +127,7 @@ def test_29_hardened_runs_train_and_say_so():
         training.step(batch)
     statement = training.statement()
     assert statement["certified"]
-    assert statement["noise"] == {"mode": "hardened", "arithmetic_delta": 0.0, "room": 1e-6}
+    assert statement["noise"] == {"mode": "hardened", "arithmetic_delta": 0.0, "room": 1e-4}
     assert not any("floating-point gaps" in line for line in statement["not_certified"])
     assert any("floating-point gaps" in line for line in run().statement()["not_certified"])
 
