@@ -136,7 +136,7 @@ def _check(training: Any, trial: Trial, charges: int) -> None:
         )
     if 1e4 * arithmetic_delta(training.plan, training._noise, training.model) > ROOM / 2 * training.plan.delta:
         raise PlanMismatch(
-            "The tails of the noise end too early for so little noise and so many runs. Use privatize(noise='hardened')."
+            "The tails of the noise end too early for so little noise and so many runs: use noise='hardened'."
         )
     if training.plan.noise_decay != 1 or training.plan.adjacency != "add_or_remove_one":
         raise PlanMismatch("The run's noise or adjacency is not the search's: use trial.plan().")
