@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_runs import X, Y, losses, network, plan
 
 import clipwise as cw
-from runs import X, Y, losses, network, plan
 
 PLAN = plan(steps=10**6, accountant="rdp", threshold=cw.QuantileThreshold(), rule=cw.Abadi())
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from small_runs import RULES, X, Y, plan, run, weights
 from torch import nn
 
 import clipwise as cw
 from clipwise import chacha, errors
 from clipwise.noise import NoiseSource
 from clipwise.rounded import rounded_gaussians
-from runs import RULES, X, Y, plan, run, weights
 
 
 def drawn(source, shape, dtype=torch.float32, sequence=1, stream="gradient", sigma=1.0, name="w"):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from golden import FILE, SETTINGS
+from small_runs import X, Y, losses, plan, run
 
 import clipwise as cw
 from clipwise import errors
 from clipwise.accounting.arithmetic import ROOM, tail_delta
 from clipwise.recipes import digits
-from runs import X, Y, losses, plan, run
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,12 +8,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from small_runs import X, Y, losses, run, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 import clipwise as cw
 from clipwise import errors
 from clipwise.sampling import PoissonSampler
-from runs import X, Y, losses, run, weights
 
 
 @pytest.mark.parametrize("threshold", [cw.FixedThreshold(), cw.QuantileThreshold()], ids=repr)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from small_runs import RULES, X, Y, losses, network, plan, run, summed, weights
 from torch import nn
 
 import clipwise as cw
 from clipwise import errors
-from runs import RULES, X, Y, losses, network, plan, run, summed, weights
 
 
 def moved(model, loss_fn, data, extra, rule, clip_norm=1.0):

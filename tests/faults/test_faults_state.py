@@ -12,11 +12,11 @@ import pytest
 import torch
 from forked import refused_in_a_fork
 from kills import charge_milliseconds, kill_trials
+from small_runs import X, Y, losses, network, plan, run, weights
 from torch import nn
 
 import clipwise as cw
 from clipwise import errors
-from runs import X, Y, losses, network, plan, run, weights
 
 
 def stepped(training, steps=1):
