@@ -35,7 +35,8 @@ def test_training_with_every_threshold(threshold, optimizer, microbatch):
     assert norms[0] == pytest.approx(getattr(threshold, "initial", None) or threshold.clip_norm)
     assert training.epsilon == training.plan.epsilon
     if not isinstance(threshold, cw.FixedThreshold):
-        assert len(set(norms)) > 1
+        drowned = training.plan.release is not None and training.plan.release.size > 1  # a histogram that may not move
+        assert drowned or len(set(norms)) > 1
 
 
 def observed(training, batch):
@@ -155,7 +156,7 @@ def test_loading_does_not_turn_a_decay_back(tmp_path):
 def test_the_schedule_counts_charges_after_failures_resumes_and_copies(tmp_path, monkeypatch):
     import copy
 
-    plan = make_plan(noise_decay=0.25, steps=6)
+    plan = make_plan(noise_multiplier=2.0, noise_decay=0.25, steps=6)
     used = []
 
     def watched(training):

@@ -75,11 +75,12 @@ def _pld(event: Event, delta: float, grid: float) -> float:
     rough = _rdp(_simpler(event), delta)
     certain = delta - FOURIER * sum(times for _, times in dp_events(event))
     if not rough <= 2000 or certain < delta / 2:
-        return rough if add_or_remove else math.inf
-    fine = grid / 10 if rough <= 1 and min(sigma for sigma, _ in event.levels) >= 1 else grid
-    width = max(fine, 1e-2 if rough > 200 else 1e-3 if rough > 20 or len(event.levels) > 1 else 0.0)
-    with np.errstate(over="ignore"):  # a quotient with a vanishing mass, which is compared as infinite: as it should be
-        found = float(_composed_pld(event, width).get_epsilon(certain))
+        found = rough if add_or_remove else math.inf
+    else:
+        fine = grid / 10 if rough <= 1 and min(sigma for sigma, _ in event.levels) >= 1 else grid
+        width = max(fine, 1e-2 if rough > 200 else 1e-3 if rough > 20 or len(event.levels) > 1 else 0.0)
+        with np.errstate(over="ignore"):  # a quotient with a vanishing mass, compared as infinite: as it should be
+            found = float(_composed_pld(event, width).get_epsilon(certain))
     if 0.5 < event.sampling_prob < 1:  # sampling only helps: the grid's own error must not say otherwise
         found = min(found, epsilon_of(rescaled(event, sampling_prob=1.0), delta, "pld", grid))
     return min(found, rough) if add_or_remove else found

@@ -21,7 +21,7 @@ def tail_delta(*, reach: float, noise_multiplier: float, steps: int, dimension: 
     √d/σ·reach·exp(−(reach − 1/σ)²/2); for single coordinates it is less. Conditioning on no draw beyond the end
     multiplies both sides by at most 1/(1 − its probability)^steps, which the second term covers.
 
-    >>> tail_delta(reach=12.2, noise_multiplier=1.0, steps=1000, dimension=10**6) < 1e-20
+    >>> tail_delta(reach=12.2, noise_multiplier=1.0, steps=1000, dimension=10**6) < 1e-19
     True
     """
     if reach == math.inf:
