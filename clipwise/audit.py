@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ._check import count, open_unit, positive
+from .accounting.accountants import gaussian_epsilon
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -82,30 +83,6 @@ def clopper_pearson_epsilon(
     fpr, fnr = (upper_rate(errors, count(trials=trials), alpha) for errors in (false_positives, false_negatives))
     bounds = [math.log((1 - delta - b) / a) for a, b in ((fpr, fnr), (fnr, fpr)) if 1 - delta - b > 0 and a > 0]
     return max([0.0, *bounds])
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε at δ of a Gaussian release whose two worlds lie μ standard deviations apart.
-
-    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
-    4.377
-    """
-    from scipy.optimize import brentq
-    from scipy.special import log_ndtr, ndtr
-
-    if mu <= 0:
-        return 0.0
-
-    def excess(eps: float) -> float:
-        second = math.exp(min(eps + float(log_ndtr(-eps / mu - mu / 2)), 0.0))
-        return float(ndtr(-eps / mu + mu / 2)) - second - delta
-
-    if excess(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-    return float(brentq(excess, 0.0, high))
 
 
 def gaussian_shift(without: Floats, with_record: Floats, cut: float, alpha: float = 1e-6) -> float:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ._check import count
 from ._types import LossFn
-from .audit import Audit, audit_draws, audit_run, gaussian_epsilon
+from .accounting.accountants import gaussian_epsilon
+from .audit import Audit, audit_draws, audit_run
 from .batch import batch_size, map_tensors, tensors
 from .clipping import trainable
 from .noise import Mode
@@ -47,15 +48,10 @@ def audit_step(
     False
     """
     count(draws=draws)
-    sums, observed, training = [], [], None
-    for data in (batch, _joined(batch, record)):
-        training = _fresh(model, loss_fn, plan, noise)
-        step = _clipped(training, data)
-        sums.append(step.sums)
-        observed.append(step.observed)
-    assert training is not None
-    ratio = _LikelihoodRatio(training, plan, sums, observed)
-    out, into = (ratio.draws(training, plan, world, draws) for world in (0, 1))
+    runs = [_fresh(model, loss_fn, plan, noise) for _ in range(2)]
+    worlds = [_clipped(run, data) for run, data in zip(runs, (batch, _joined(batch, record)), strict=True)]
+    ratio = _LikelihoodRatio(runs[0], worlds)
+    out, into = (ratio.draws(step, draws) for step in worlds)
     claimed = gaussian_epsilon(1 / plan.noise_multiplier, plan.delta)
     return audit_draws(out, into, ratio.cut, claimed=claimed, delta=plan.delta, alpha=alpha)
 
@@ -77,55 +73,53 @@ def _fresh(model: nn.Module, loss_fn: LossFn, plan: Plan, noise: Mode) -> Privat
 
 
 def _clipped(training: PrivateTraining, data: Any) -> Any:
-    """The step's own clipped sum and observation, before noise."""
+    """A step's own clipped sum and observation, before noise; taken out of the run, which then forgets it."""
     for part in training.microbatches(data):
         training._add(*training._clipped(part.data, part.mask, training.clip_norm), part)
-    step = training._step
+    step, training._step = training._step, None
     assert step is not None
-    parameters = trainable(training.model)
-    step.sums = {name: step.sums.get(name, torch.zeros_like(p)) for name, p in parameters.items()}
+    step.sums = {n: step.sums.get(n, torch.zeros_like(p)) for n, p in trainable(training.model).items()}
+    if training.plan.release is not None and step.observed is None:
+        step.observed = torch.zeros(training.plan.release.size, dtype=torch.float64)
     return step
 
 
 class _LikelihoodRatio:
     """The best statistic there is: the log-likelihood ratio of the two worlds, given all that is released."""
 
-    def __init__(
-        self, training: PrivateTraining, plan: Plan, sums: list[dict[str, Tensor]], observed: list[Tensor | None]
-    ) -> None:
-        self.sums, self.observed = sums, observed
-        scale = plan.gradient_noise_multiplier_at(0) * training.sensitivity
-        self.directions = {name: (sums[1][name].double() - sums[0][name].double()) / scale**2 for name in sums[0]}
-        self.other: Tensor | None = None
-        if plan.release is not None and observed[0] is not None and observed[1] is not None:
-            self.other = (observed[1] - observed[0]) / plan.release.noise**2
-        self.cut = sum(self._value(sums[world], observed[world]) for world in (0, 1)) / 2
+    def __init__(self, training: PrivateTraining, worlds: list[Any]) -> None:
+        out, into = worlds
+        plan = training.plan
+        self.training, self.release = training, plan.release
+        scale = plan.gradient_noise_multiplier_at(0) * out.sensitivity
+        self.directions = {name: (into.sums[name].double() - x.double()) / scale**2 for name, x in out.sums.items()}
+        self.other = None if plan.release is None else (into.observed - out.observed) / plan.release.noise**2
+        once = [_tiled(step, 1) for step in worlds]
+        self.cut = sum(float(self._values(step.sums, step.observed)) for step in once) / 2
 
-    def _value(self, sums: dict[str, Tensor], observed: Tensor | None) -> float:
-        total = sum(float((d * sums[name]).sum()) for name, d in self.directions.items())
-        return total + (0.0 if self.other is None or observed is None else float((self.other * observed).sum()))
+    def _values(self, sums: dict[str, Tensor], observed: Tensor | None) -> Tensor:
+        """The statistic of each of several releases [n, …]."""
+        total = sum(
+            torch.einsum("i,ni->n", d.flatten(), sums[n].flatten(1).double()) for n, d in self.directions.items()
+        )
+        if self.other is not None and observed is not None:
+            total = total + (observed.double() @ self.other).to(total)
+        return total.cpu()  # type: ignore[union-attr]
 
-    def draws(self, training: PrivateTraining, plan: Plan, world: int, number: int) -> np.ndarray[Any, Any]:
-        """The statistic of `number` independent releases, made in parts."""
-        found, part = [], max(1, 4_000_000 // sum(v.numel() for v in self.sums[world].values()))
-        step = training._step
-        assert step is not None
+    def draws(self, step: Any, number: int) -> np.ndarray[Any, Any]:
+        """The statistic of `number` independent releases of one world, made in parts."""
+        found, part = [], max(1, 4_000_000 // sum(v.numel() for v in step.sums.values()))
         for start in range(0, number, part):
-            rows = min(part, number - start)
-            sums = {name: v.expand(rows, *v.shape).clone() for name, v in self.sums[world].items()}
-            seen = self.observed[world]
-            tiled = replace(step, sums=sums, observed=None if seen is None else seen.expand(rows, -1).clone())
-            if plan.release is not None and seen is None:
-                tiled.observed = torch.zeros(rows, plan.release.size, dtype=torch.float64)
+            training = self.training
             training._noise = copy.copy(training._noise)  # a key of its own: the same step is released again and again
-            noised, released = training._noised(tiled, 1)
-            value = sum(
-                torch.einsum("i,ni->n", d.flatten(), noised[n].flatten(1).double()) for n, d in self.directions.items()
-            )
-            if self.other is not None and released is not None:
-                value = value + (released @ self.other).to(value)
-            found.append(torch.as_tensor(value).cpu().numpy())
+            found.append(self._values(*training._noised(_tiled(step, min(part, number - start)), 1)).numpy())
         return np.concatenate(found)
+
+
+def _tiled(step: Any, rows: int) -> Any:
+    """The same step many times over."""
+    sums = {name: v.expand(rows, *v.shape).clone() for name, v in step.sums.items()}
+    return replace(step, sums=sums, observed=None if step.observed is None else step.observed.expand(rows, -1).clone())
 
 
 def audit_canaries(

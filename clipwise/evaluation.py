@@ -48,22 +48,26 @@ def private_score(
     size, rows = positive(size=size), count(batch_size=batch_size)
     records, collate = as_dataset(dataset), collate_for(dataset, collate_fn)
     plan, ledger, model = training.plan, training.ledger, training.model
-    ledger.reserve("look")
     modes = {module: module.training for module in model.modules()}
-    before = kept_state(model)
-    marks = _marks(model)
+    before, marks = kept_state(model), _marks(model)
+    ledger.reserve("look")
     try:
         if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
             ledger.note(remark)
         model.eval()
-        total = 0
+        total = 0.0
         with torch.no_grad():
             for start in range(0, len(records), rows):
                 stop = min(start + rows, len(records))
                 data = collate([records[i] for i in range(start, stop)])
                 if device is not None:
                     data = map_tensors(data, lambda x: x.to(device))
-                total += _summed(score_fn(model, data), stop - start)
+                scores = score_fn(model, data)
+                if not isinstance(scores, Tensor) or scores.shape != (stop - start,):
+                    raise LossShape(
+                        "score_fn must return one number per record, shape [b], such as (prediction == label).float()."
+                    )
+                total += bounded_sum(scores)
                 if _marks(model) != marks:
                     raise CrossExampleOp(
                         "The model keeps something of the records that it scores (a buffer or a cached tensor "
@@ -80,7 +84,7 @@ def private_score(
         restore_state(model, before)
     number = ledger.commit("look")
     noised = training._noise.add_(
-        {"score": torch.tensor([total / 2**20], dtype=torch.float64)},
+        {"score": torch.tensor([total], dtype=torch.float64)},
         sensitivity=1.0,
         noise_multiplier=plan.evaluation_noise,
         sequence=number,
@@ -94,9 +98,7 @@ def _marks(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(x), x._version) for name, x in held_tensors(model)}
 
 
-def _summed(scores: Any, rows: int) -> int:
-    """Each score in [0, 1], rounded to 20 bits and summed as integers: no order of adding rounds."""
-    if not isinstance(scores, Tensor) or scores.shape != (rows,):
-        raise LossShape("score_fn must return one number per record, shape [b], such as (prediction == label).float().")
+def bounded_sum(scores: Tensor) -> float:
+    """Σ of scores in [0, 1] (NaN counts as 0), each rounded to 20 bits: no order of adding whole numbers rounds."""
     bounded = scores.detach().double().nan_to_num(nan=0.0).clamp(0.0, 1.0)
-    return int((bounded * 2**20).round().long().sum())
+    return int((bounded * 2**20).round().long().sum()) / 2**20

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .accounting.arithmetic import ROOM, tail_delta
 from .errors import ClipwiseError, PlanMismatch
+from .evaluation import bounded_sum
 from .ledger import charges_of_this_thread
 from .noise import NoiseSource
 from .plan import Plan
@@ -74,10 +75,13 @@ class NoisyScore:
         given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
         if given.dim() != 1:
             raise PlanMismatch(f"A private score needs one value per record, a vector; got {given.dim()} axes.")
-        bounded = torch.where(torch.isfinite(given), given, 0.0).clamp(0, 1)
-        total = ((bounded * 2**20).round().sum() / 2**20)[None]  # whole numbers: their sum does not round
+        total = bounded_sum(torch.where(torch.isfinite(given), given, 0.0))
         noised = NoiseSource().add_(
-            {"score": total}, sensitivity=1.0, noise_multiplier=self.noise_multiplier, sequence=0, stream="score"
+            {"score": torch.tensor([total], dtype=torch.float64)},
+            sensitivity=1.0,
+            noise_multiplier=self.noise_multiplier,
+            sequence=0,
+            stream="score",
         )
         return float(noised["score"]) / self.size
 

@@ -36,7 +36,7 @@ ALLOWED = {
     "ledger_file": {"errors"},
     "ledger": {"_show", "errors", "ledger_file"},
     "tuning": BASE | {"_show", "accounting", "ledger", "plan", "sampling", "trials"},
-    "trials": BASE | {"accounting", "ledger", "noise", "plan", "statement", "training"},
+    "trials": BASE | {"accounting", "evaluation", "ledger", "noise", "plan", "statement", "training"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
     "guard": {"errors", "ledger"},
@@ -52,9 +52,9 @@ ALLOWED = {
     "cli": BASE
     | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"}
     | {"cli_audit", "cli_ledger", "cli_tuning"},
-    "audit": {"_check"},
+    "audit": {"_check", "accounting"},
     "audit_training": BASE
-    | {"audit", "batch", "clipping", "noise", "plan", "privatize", "rules", "sampling", "training"},
+    | {"accounting", "audit", "batch", "clipping", "noise", "plan", "privatize", "rules", "sampling", "training"},
     "cli_audit": {"audit", "audit_training", "plan", "rules", "thresholds"},
     "cli_ledger": {"_show", "accounting", "errors", "ledger_file"},
     "cli_tuning": BASE | {"_show", "accounting", "recipes", "rules", "tuning"},

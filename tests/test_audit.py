@@ -9,11 +9,11 @@ from scipy import stats
 from torch import nn
 
 import clipwise as cw
+from clipwise.accounting.accountants import gaussian_epsilon
 from clipwise.audit import (
     audit_draws,
     audit_run,
     clopper_pearson_epsilon,
-    gaussian_epsilon,
     gaussian_shift,
     one_run_epsilon,
     upper_rate,

@@ -144,18 +144,28 @@ class _LeftOutOrders(logging.Filter):
 
 def _gdp(event: Event, delta: float) -> float:
     """μ² = q²·Σ(e^{1/σ²} − 1) over the steps, then δ(ε) = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2) for ε (Bu et al. 2020)."""
-    from scipy.optimize import brentq
-    from scipy.special import log_ndtr, ndtr
-
     if event.adjacency != "add_or_remove_one":
         raise ValueError("accountant='gdp' knows add_or_remove_one only.")
     if any(1 / sigma**2 > 700 for sigma, _ in event.levels):
         return math.inf
     sampled = event.sampling_prob**2 * sum(steps * math.expm1(1 / sigma**2) for sigma, steps in event.levels)
-    mu = math.sqrt(sampled + event.looks)
+    return gaussian_epsilon(math.sqrt(sampled + event.looks), delta)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """ε at δ of a Gaussian release whose two worlds lie μ standard deviations apart.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.377
+    """
+    from scipy.optimize import brentq
+    from scipy.special import log_ndtr, ndtr
+
+    if mu <= 0:
+        return 0.0
 
     def excess(eps: float) -> float:
-        second = math.exp(min(eps + log_ndtr(-eps / mu - mu / 2), 0.0))
+        second = math.exp(min(eps + float(log_ndtr(-eps / mu - mu / 2)), 0.0))
         return float(ndtr(-eps / mu + mu / 2)) - second - delta
 
     if excess(0.0) <= 0:

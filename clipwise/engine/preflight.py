@@ -201,7 +201,7 @@ class _Rig:
         for chosen in ([records[0]] * 2, [records[1]] * 2):
             with torch.no_grad():
                 self.loss_fn(self.model, self.collated(chosen))
-            after.append(kept_state(self.model))
+            after.append(kept_state(self.model).tensors)
             restore_state(self.model, before)
         if changed := _differing(*after):
             raise CrossExampleOp(

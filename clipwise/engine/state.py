@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Copies of a model's tensors by name, and what the attributes of its modules were."""
+
+    tensors: dict[str, Tensor]
+    attributes: dict[str, dict[str, Any]]
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -18,18 +28,24 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
-def kept_state(model: nn.Module) -> dict[str, Tensor]:
+def kept_state(model: nn.Module) -> Kept:
     """A copy of all of it."""
-    return {name: b.detach().clone() for name, b in held_tensors(model)}
+    tensors = {name: b.detach().clone() for name, b in held_tensors(model)}
+    return Kept(tensors, {path: dict(vars(module)) for path, module in model.named_modules()})
 
 
-def restore_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write back what has changed; a tensor that was not there before goes."""
+def restore_state(model: nn.Module, kept: Kept) -> None:
+    """Tensor attributes that were put in since then go; what has changed is written back."""
+    for path, module in model.named_modules():
+        before = kept.attributes.get(path, {})
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and before.get(name) is not value:
+                if name in before:
+                    vars(module)[name] = before[name]
+                else:
+                    del vars(module)[name]
     with torch.no_grad():
         for name, b in held_tensors(model):
-            if name in state and b.shape == state[name].shape and not torch.equal(b, state[name]):
-                b.copy_(state[name])
-    for path, module in model.named_modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor) and f"{path}.{name}".lstrip(".") not in state:
-                setattr(module, name, None)
+            known = kept.tensors.get(name)
+            if known is not None and b.shape == known.shape and not torch.equal(b, known):
+                b.copy_(known)
