@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Some CPUs announce AMX and then fault on it: keep oneDNN to AVX-512.
 export DNNL_MAX_CPU_ISA := AVX512_CORE
 
-.PHONY: setup demo test lint faults mutants bench clean
+.PHONY: setup demo test lint faults mutants bench data clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,9 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py
+
+data: $(STAMP)
+	$(BIN)/python -m experiments data
 
 clean:
 	rm -rf .venv build dist *.egg-info

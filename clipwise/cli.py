@@ -1,4 +1,4 @@
-"""The command line: train, tune, epsilon, calibrate, audit, ledger. Bad input gets one clear line and exit code 2."""
+"""The command line: train, report, tune, epsilon, calibrate, audit, ledger. Bad input: one clear line, exit code 2."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from .cli_ledger import shown_entries, shown_summary, summary
 from .cli_tuning import digits_search, tuning_costs, tuning_table
 from .errors import ClipwiseError
 from .plan import Plan
+from .report import write_report
 from .rules import PSAC, Abadi, AutoS, AutoV, Global, PerLayer, Reparam, Rule
 from .thresholds import (
     DecayThreshold,
@@ -216,6 +217,20 @@ def train(
             )
         )
         _show(vars(result), as_json, text)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder that `train --out` has written, or its report.json.")],
+    non_private: Annotated[
+        bool, typer.Option("--non-private", help="Show diagnostics of private records too, marked: do not share them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a run's report as one HTML page, for those who receive the model."""
+    with _one_clear_line():
+        path = write_report(run, non_private=non_private)
+        _show({"report": str(path)}, as_json, f"report         {path}")
 
 
 @app.command()

@@ -243,11 +243,14 @@ class PrivateTraining:
         """Clip, charge, noise, and step the optimizer. Returns None: nothing private leaks out of it."""
         if self._loss_fn is None:
             raise WrongOrder("privatize() was given no loss_fn: use record(), backward() and release().")
-        clipped = self._clipped if self._compiled is None else self._compiled
         for part in self.microbatches(batch):
             assert self._step is not None
+            given = (part.data, part.mask, self._step.threshold.clip_norm)
             with self._charged_if_it_fails():
-                self._add(*clipped(part.data, part.mask, self._step.threshold.clip_norm), part)
+                if self._compiled is None:
+                    self._add(*self._clipped(*given), part)
+                else:
+                    self._add(*self._compiled(*given, keep=len(self._step.parts) > 1), part)
         self.release()
 
     def _clipped(self, data: Any, mask: Tensor, clip_norm: Any) -> tuple[dict[str, Tensor], Tensor]:

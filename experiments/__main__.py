@@ -1,4 +1,8 @@
-"""python -m experiments run NAME | figure NAME | table NAME."""
+"""python -m experiments data [NAMES] | run NAME | figure NAME | table NAME.
+
+A recipe (mnist, fashion_mnist, …) takes `--rule psac auto-s …`, `--seeds 5`, `--device cuda`, `--set lr=2 clip_norm=1`,
+fills what its result file lacks, and can be stopped and started again at any time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import coverage, digits, figures, synthetic, tables
+from . import coverage, digits, fetch, figures, runs, synthetic, tables
+from .recipes import RECIPES
 from .results_io import save
 
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -23,13 +28,26 @@ def main() -> None:
     """Run, draw or print."""
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("run").add_argument("name", choices=RUNS)
+    kinds.add_parser("data").add_argument("names", nargs="*", choices=[[], *fetch.FETCHED])
+    run = kinds.add_parser("run")
+    run.add_argument("name", choices=[*RUNS, *RECIPES])
+    run.add_argument("--rule", nargs="+", default=["psac"], help="methods of a recipe")
+    run.add_argument("--seeds", type=int, default=1)
+    run.add_argument("--device", default="cpu")
+    run.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings of a recipe")
+    run.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
     kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    if given.kind == "run":
+    if given.kind == "data":
+        fetch.fetch(given.names)
+    elif given.kind == "run" and given.name in RUNS:
         print(save(given.name, RUNS[given.name]()))
+    elif given.kind == "run":
+        compiled = given.device != "cpu" if given.compile is None else given.compile
+        settings = dict(part.partition("=")[::2] for part in given.set)
+        print(runs.run(given.name, given.rule, given.seeds, given.device, settings, compiled))
     elif given.kind == "figure":
         print(*figures.draw(given.name), sep="\n")
     else:

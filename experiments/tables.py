@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from .papers import LABELS, PRINTED, TASKS
 from .results_io import RESULTS, load
+from .runs import rows_of
 
 
 def tuning_table(results: Path = RESULTS) -> str:
@@ -40,4 +44,50 @@ def models_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"tuning": tuning_table, "models": models_table}
+def papers_table(tasks: Sequence[str], results: Path = RESULTS) -> str:
+    """Ours beside the papers', with n; PSAC is also compared with each other method seed by seed."""
+    lines = ["| task | method | ours | n | PSAC − method, pairs | printed |", "|---|---|---|---|---|---|"]
+    for task in tasks:
+        found: dict[str, dict[int, float]] = {}
+        for row in rows_of(task, results):
+            if not row["settings"]:
+                found.setdefault(row["method"], {})[row["seed"]] = 100 * row["accuracy"]
+        for method in LABELS:
+            if method not in found and method not in PRINTED[task]:
+                continue
+            ours, printed = found.get(method, {}), PRINTED[task].get(method)
+            pairs = [found["psac"][s] - v for s, v in ours.items() if s in found.get("psac", {}) and method != "psac"]
+            lines.append(
+                f"| {TASKS[task]} | {LABELS[method]} | {_spread(list(ours.values()))} | {len(ours)} | "
+                f"{_interval(pairs)} | {'' if printed is None else _printed(*printed)} |"
+            )
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return "not run"
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def _interval(differences: list[float]) -> str:
+    """Mean and 95% interval by Student's t; nothing for fewer than three pairs."""
+    if len(differences) < 3:
+        return ""
+    from scipy import stats
+
+    half = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.mean(differences):+.2f} ± {half:.2f}"
+
+
+def _printed(mean: float, spread: float | None) -> str:
+    return f"{mean:.2f}" if spread is None else f"{mean:.2f} ± {spread:.2f}"
+
+
+TABLES = {
+    "tuning": tuning_table,
+    "models": models_table,
+    "P2": partial(papers_table, ("mnist", "fashion_mnist")),
+    "D8": partial(papers_table, ("mnist_dc", "cifar10_dc", "names_dc")),
+}

@@ -48,10 +48,22 @@ ALLOWED = {
     "privatize": BASE
     | {"_show", "clipping", "engine", "guard", "ledger", "noise", "plan", "sampling", "statement", "training"},
     "checkpoint": BASE | {"thresholds", "training"},
-    "recipes": {"errors", "plan", "privatize", "recipes", "rules", "statement", "thresholds", "training", "trials"},
+    "recipes": {
+        "errors",
+        "plan",
+        "privatize",
+        "recipes",
+        "report",
+        "rules",
+        "statement",
+        "thresholds",
+        "training",
+        "trials",
+    },
     "cli": BASE
-    | {"__init__", "_show", "accounting", "plan", "recipes", "rules", "thresholds", "training"}
+    | {"__init__", "_show", "accounting", "plan", "recipes", "report", "rules", "thresholds", "training"}
     | {"cli_audit", "cli_ledger", "cli_tuning"},
+    "report": {"_show", "plan"},
     "audit": {"_check", "accounting"},
     "audit_training": BASE
     | {"accounting", "audit", "batch", "clipping", "noise", "plan", "privatize", "rules", "sampling", "training"},

@@ -38,7 +38,7 @@ def test_train_prints_a_statement_and_where_the_report_is(tmp_path):
         "train", "digits", "--steps", "3", "--epsilon", "1", "--rule", "auto-s", "--per-layer", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    for words in ("Plan: (", "AutoS", "PerLayer", "test accuracy", "privacy spent", "runs/digits/report.json"):
+    for words in ("Plan: (", "AutoS", "PerLayer", "test accuracy", "privacy spent", "runs/digits/report.html"):
         assert words in done.stdout
 
 

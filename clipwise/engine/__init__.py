@@ -7,6 +7,6 @@ from .fallback import vmap_gradients as vmap_gradients
 from .gradients import Gradients as Gradients
 from .ops import Call as Call
 from .ops import OpRule as OpRule
+from .products import exact_products as exact_products
 from .reduce import Paths as Paths
-from .reduce import exact_products as exact_products
 from .tape import Tape as Tape

@@ -2,7 +2,7 @@
 
     batch (padded to fixed rows), mask, a number
       ─► make_fx over the eager engine, on fake tensors ─► a graph of plain ops
-      ─► torch.compile (Inductor; CUDA graphs on a GPU) ─► sums, norms
+      ─► torch.compile (Inductor) ─► on a GPU, one CUDA graph ─► sums, norms
 
 Tracing sees shapes, never values: a model that branches on values is refused, not frozen in one of its branches.
 Parameters and buffers are taken by reference, so that an optimizer's in-place updates are seen; when their memory,
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..batch import map_tensors, tensors
 from ..errors import ClipwiseError, UnsupportedOp
 from .probes import made_record
-from .reduce import exact_products
+from .products import exact_products
 from .static import static
 
 Step = Callable[[Any, Tensor, Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -46,8 +46,8 @@ class Compiled:
         memory = tuple((x.data_ptr(), x.requires_grad) for x in held)
         return shapes, constants, memory, tuple(m.training for m in self._model.modules())
 
-    def __call__(self, data: Any, mask: Tensor, number: float) -> tuple[dict[str, Tensor], Tensor]:
-        """As the step itself."""
+    def __call__(self, data: Any, mask: Tensor, number: float, keep: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+        """As the step itself. Without `keep`, a CUDA graph's results hold until the next call only."""
         given = list(tensors(data))
         device = next(self._model.parameters()).device
         mask, threshold = mask.to(device), torch.full((), number, dtype=torch.float64, device=device)
@@ -55,11 +55,10 @@ class Compiled:
         if key not in self._ready:
             self._ready[key] = self._compiled(data, given, mask, threshold)
         with torch.no_grad(), exact_products(device):
-            if device.type == "cuda":
-                torch.compiler.cudagraph_mark_step_begin()
             names, values, norms = self._ready[key](*given, mask, threshold)
-            if device.type == "cuda":  # a CUDA graph writes its next results to the same memory
-                values, norms = [v.clone() for v in values], norms.clone()
+        if keep and device.type == "cuda":
+            values, norms = [v.clone() for v in values], norms.clone()
+        values = _apart(values)
         return dict(zip(names, values, strict=True)), norms
 
     def prepare(self, collate: Callable[[list[Any]], Any], like: Any, rows: int, device: Any) -> None:
@@ -88,17 +87,52 @@ class Compiled:
             return list(sums.values()), norms
 
         graph = _traced(flat, (*given, mask, threshold))
-        backend = torch.compile(graph, fullgraph=True, dynamic=False, mode=_mode(mask.device))
+        from .same_work import SameWork
+
+        options: Any = {"post_grad_custom_pre_pass": SameWork()}
+        if mask.device.type == "cuda":  # convolutions laid out as in ordinary training
+            options["force_layout_optimization"] = True
+        backend: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
         with warnings.catch_warnings(), torch.no_grad(), exact_products(mask.device):
             warnings.simplefilter("ignore")  # the compiler's own
             backend(*given, mask, threshold)
+            if mask.device.type == "cuda":
+                backend = _Replayed(backend, (*given, mask, threshold))
         self.warm_up.append(time.perf_counter() - began)
         order = tuple(names)
         return lambda *inputs: (order, *backend(*inputs))
 
 
-def _mode(device: torch.device) -> str | None:
-    return "reduce-overhead" if device.type == "cuda" else None
+def _apart(values: list[Tensor]) -> list[Tensor]:
+    """Each in memory of its own: equal sums of two parameters may share it, and noise is added in place."""
+    seen: set[int] = set()
+    apart = []
+    for v in values:
+        apart.append(v.clone() if v.data_ptr() in seen else v)
+        seen.add(v.data_ptr())
+    return apart
+
+
+class _Replayed:
+    """A function of fixed shapes as one CUDA graph: inputs are copied to where it reads; it starts in one launch."""
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = [x.clone() for x in inputs]
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            function(*self._inputs)
+        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.empty_cache()  # what the pass above has used; the graph has memory of its own
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = function(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        for place, x in zip(self._inputs, inputs, strict=True):
+            place.copy_(x, non_blocking=True)
+        self._graph.replay()
+        return self._outputs
 
 
 def _traced(flat: Callable[..., Any], inputs: tuple[Tensor, ...]) -> torch.fx.GraphModule:

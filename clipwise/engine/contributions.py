@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._types import sum_dtype
-from .products import product
+from .products import precision_of, product
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Unfolded:
         """The same, a few examples at a time."""
         size, groups, positions, _ = self.left.shape
         copies = self.input.shape[0] // size
-        rows = max(1, _PART // (groups * positions * self.width))
+        rows = max(1, _PART[self.left.device.type != "cpu"] // (groups * positions * self.width))
         for i in range(0, size, rows):
             yield Outer(self.left[i : i + rows], self.unfold(self.input[i * copies : (i + rows) * copies]))
 
@@ -70,7 +70,7 @@ class Rows:
 
 
 Contribution = Dense | Outer | Unfolded | Rows
-_PART = 2**22  # entries of the patches that are made at a time: they stay in the last cache
+_PART = (2**22, 2**26)  # entries of the patches that are made at a time: on a CPU they stay in the last cache
 
 
 def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor], None] | None = None) -> Tensor:
@@ -81,24 +81,27 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
     if isinstance(use, Dense):
         return _wide(use.grad).reshape(len(use.grad), *shape)
     if isinstance(use, Unfolded):
-        size, groups, _, side = use.left.shape
-        grad = torch.empty(size, groups, side, use.width, dtype=sum_dtype(use.left.dtype), device=use.left.device)
-        done = 0
+        made = []
         for part in use.parts():
-            target = grad[done : done + len(part.left)].flatten(0, 1)
-            torch.bmm(_wide(part.left).mT.flatten(0, 1), _wide(part.right).flatten(0, 1), out=target)
+            made.append(_product(part))
             if look is not None:
-                look(grad[done : done + len(part.left)])
-            done += len(part.left)
+                look(made[-1])
+        grad = made[0] if len(made) == 1 else torch.cat(made)
         return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2).reshape(-1, *shape)
     if isinstance(use, Outer):
-        left, right = use.left.flatten(0, 1), use.right.flatten(0, 1)
-        return product(left.mT, right, sum_dtype(left.dtype)).reshape(len(use.left), *shape)
+        return _product(use).reshape(len(use.left), *shape)
     size, positions = use.index.shape
     rows = _wide(use.rows).reshape(size * positions, -1)
     offset = torch.arange(size, device=rows.device)[:, None] * shape[0]
     table = rows.new_zeros(size * shape[0], rows.shape[1])
     return table.index_add_(0, (use.index + offset).flatten(), rows).reshape(size, *shape)
+
+
+def _product(use: Outer) -> Tensor:
+    """[b, g, p, d]; in any precision: what is measured is what is summed."""
+    left, right = use.left.flatten(0, 1), use.right.flatten(0, 1)
+    made = product(left.mT, right, sum_dtype(left.dtype), precision_of(left, right))
+    return made.reshape(*use.left.shape[:2], *made.shape[1:])
 
 
 def merge_outer(uses: Sequence[Outer]) -> Outer:

@@ -19,6 +19,7 @@ from torch import Tensor
 from .._types import sum_dtype
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .contributions import Contribution, Dense, Outer, Rows, Unfolded
+from .products import column_sums
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class OpRule:
 
 def _total(x: Tensor, axes: tuple[int, ...] = (1,)) -> Tensor:
     """A sum that half precision cannot overflow."""
-    return x.sum(axes, dtype=sum_dtype(x.dtype))
+    return column_sums(x) if axes == (1,) and x.dim() == 3 else x.sum(axes, dtype=sum_dtype(x.dtype))
 
 
 def _bias(total: Tensor, bias: Tensor) -> Dense:

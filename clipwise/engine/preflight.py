@@ -27,9 +27,10 @@ from .fallback import vmap_gradients
 from .gradients import Gradients, check_losses
 from .ops import OpRule
 from .probes import lengths, made_record
+from .products import exact_products
 from .quiet import Quiet
 from .recompute import no_recompute
-from .reduce import Paths, Reduced, exact_products
+from .reduce import Paths, Reduced
 from .state import kept_state, restore_state
 from .tape import Tape
 

@@ -1,40 +1,191 @@
-"""Matrix products as exact as float32, by the fastest way that the device has.
+"""Matrix products of known precision, by the fastest way that the device has.
 
-On a GPU, products of bfloat16 tensors run on tensor cores: the products themselves are exact in float32, and sums are
-kept in float32. A float32 factor is split into two bfloat16 ones first, which keeps 16 of its bits.
+| precision | factors | sums | where |
+|---|---|---|---|
+| exact | float32 or float64, as they are | the same | everywhere |
+| bfloat16 | bfloat16, as they are: their products are exact in float32 | float32 | tensor cores |
+| tf32 | float32, cut to 11 bits by the device | float32 | tensor cores, if the user allows TF32 |
+
+A sum Σ w·l⊗r takes its weights on one factor. That factor is rounded to what the product takes, and so differs from the
+one whose norm was taken; `FACTOR_ERRORS` says by how much at most, and the norm's bound grows by it (gram.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-SPLIT_ERROR = 2.0**-16  # of a factor in two halves: each keeps eight bits
+from .static import is_static
+
+Precision = Literal["exact", "bfloat16", "tf32"]
+
+# Relative errors of the factor with the weights and of the other one, in the sum against the norm, a little rounded up.
+# bfloat16: one rounding, 2⁻⁸. TF32: nothing is assumed of how the device cuts but that it is off by at most 2⁻¹⁰, once
+# in the norm and once in the sum.
+FACTOR_ERRORS: dict[Precision, tuple[float, float]] = {
+    "exact": (0.0, 0.0),
+    "bfloat16": (3.92e-3, 0.0),
+    "tf32": (2e-3, 2e-3),
+}
 
 
-def on_tensor_cores(x: Tensor) -> bool:
-    """Whether products of such tensors are taken as they are, with sums in float32."""
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+def precision_of(left: Tensor, right: Tensor) -> Precision:
+    """The fastest that loses nothing which the user's own products keep."""
+    if left.device.type != "cuda" or left.dtype != right.dtype:
+        return "exact"
+    if left.dtype == torch.bfloat16:
+        return "bfloat16"
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if left.dtype == torch.float32 and allowed else "exact"
 
 
-def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def product(left: Tensor, right: Tensor, dtype: torch.dtype, precision: Precision = "exact") -> Tensor:
     """Left @ right (three axes each, or two) in `dtype`, float32 or wider."""
-    if dtype == torch.float32 and on_tensor_cores(left) and on_tensor_cores(right):
+    if precision == "bfloat16" and left.device.type == "cuda":
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
+    if left.device.type == "cuda" and dtype == torch.float32:
+        found: Tensor = torch.ops.clipwise.matmul(left.to(dtype), right.to(dtype), precision == "tf32")
+        return found
     return torch.matmul(left.to(dtype), right.to(dtype))
 
 
-def split_product(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ @ right where one is float32 and the other bfloat16, on tensor cores: the float32 one in two halves."""
-    total: Tensor | None = None
-    for part in _halves(left) if left.dtype == torch.float32 else _halves(right):
-        a, b = (part, right) if left.dtype == torch.float32 else (left, part)
-        found = product(a.mT, b, torch.float32)
-        total = found if total is None else total + found
-    assert total is not None
-    return total
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """No autocast; and on a CPU float32 means float32, whatever the user has set. On a GPU `product` sees to it."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cpu":
+            yield
+            return
+        backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        before, backend.fp32_precision = backend.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            backend.fp32_precision = before
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    high = x.bfloat16()
-    return high, (x - high.float()).bfloat16()
+def select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
+    """Rows outside `keep` set to 0, by selection: 0·inf and 0·NaN are NaN. In place if the tensor is our own.
+
+    On the CPU filling the few such rows is far faster than `where`.
+    """
+    if x.device.type != "cpu" or is_static():
+        return torch.where(keep.reshape(-1, *(1,) * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    dropped = (~keep).nonzero()[:, 0]
+    if not len(dropped):
+        return x
+    return x.index_fill_(0, dropped, 0) if own else x.index_fill(0, dropped, 0)
+
+
+def kept_product(
+    left: Tensor, right: Tensor, keep: Tensor, dtype: torch.dtype, precision: Precision, own: tuple[bool, bool]
+) -> Tensor:
+    """Σ l⊗r over positions and the kept examples [g, p, d], from left [b, g, t, p] and right [b, g, t, d].
+
+    `own` says which of them nobody reads any more but such products: their dropped rows may be overwritten.
+    """
+    if left.device.type == "cuda" and dtype == torch.float32:
+        found: Tensor = torch.ops.clipwise.kept_product(left, right, keep, precision, *own)
+        return found
+    left, right = (_rows(select(x, keep)) for x in (left, right))
+    return product(left.mT, right, dtype, precision).reshape(-1, left.shape[-1], right.shape[-1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[b·t, ·], or [g, b·t, ·] for several groups."""
+    return x.flatten(0, 2) if x.shape[1] == 1 else x.transpose(0, 1).flatten(1, 2)
+
+
+def aligned(x: Tensor, to: int = 8) -> Tensor:
+    """The last axis padded with zeros to a multiple of `to`: products of other lengths take slow ways."""
+    return F.pad(x, (0, -x.shape[-1] % to)) if x.shape[-1] % to else x
+
+
+def made_beside(held: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+    """Whether a tensor lies in other memory than these: the batch, parameters and buffers are not ours to write to."""
+    outside = {x.untyped_storage()._cdata for x in held}
+    return lambda x: x.untyped_storage()._cdata not in outside
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """[b, t, p] summed over t, in float32 or wider."""
+    if x.device.type == "cuda" and x.dtype != torch.float64 and x.shape[1] > 1:
+        found: Tensor = torch.ops.clipwise.column_sums(x.contiguous())
+        return found
+    return x.sum(1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+# -- ops that a compiler takes as they are: their insides are not its business -------------------------------------
+
+
+@torch.library.custom_op("clipwise::matmul", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> Tensor")
+def _matmul(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
+    backend: Any = torch.backends.cuda.matmul
+    before, backend.fp32_precision = backend.fp32_precision, "tf32" if tf32 else "ieee"
+    try:
+        return torch.matmul(left, right)
+    finally:
+        backend.fp32_precision = before
+
+
+@_matmul.register_fake
+def _(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
+    return torch.matmul(left, right)
+
+
+@torch.library.custom_op("clipwise::column_sums", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _column_sums(x: Tensor) -> Tensor:
+    from .kernels_cuda import column_sums as kernel
+
+    return kernel(x)
+
+
+@_column_sums.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "clipwise::kept_product",
+    mutates_args=(),  # of rows that are dropped everywhere, and that nobody reads any more: nothing to keep track of
+    schema="(Tensor left, Tensor right, Tensor keep, str precision, bool own_left, bool own_right) -> Tensor",
+)
+def _kept_product(
+    left: Tensor, right: Tensor, keep: Tensor, precision: Precision, own_left: bool, own_right: bool
+) -> Tensor:
+    from .kernels_cuda import drop_rows
+
+    factors = []
+    for x, own in ((left, own_left), (right, own_right)):
+        if own and x.is_contiguous():
+            drop_rows(x, keep)
+            factors.append(_rows(x))
+        else:
+            factors.append(_rows(select(x, keep)))
+    made = product(factors[0].mT, factors[1], torch.float32, precision)
+    return made.reshape(-1, left.shape[3], right.shape[3])
+
+
+@_kept_product.register_fake
+def _(left: Tensor, right: Tensor, keep: Tensor, precision: Precision, own_left: bool, own_right: bool) -> Tensor:
+    return left.new_empty(left.shape[1], left.shape[3], right.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "clipwise::gram", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> (Tensor, Tensor)"
+)
+def _gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
+    from .kernels_cuda import gram as kernel
+
+    return kernel(left, right, tf32)
+
+
+@_gram.register_fake
+def _(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
+    b, g, t, _ = left.shape
+    return left.new_empty(3, b * g, dtype=torch.float64), left.new_empty(2, b, g, t, dtype=torch.float32)

@@ -28,6 +28,7 @@ _PLACE = {  # of the dropout probability among the arguments of fused ops
 }
 _UNIFORM = frozenset((torch.rand, torch.rand_like, torch.Tensor.uniform_))
 _NORMAL = frozenset((torch.randn, torch.randn_like, torch.Tensor.normal_, torch.normal))
+_INTEGERS = frozenset((torch.randint, torch.randint_like))
 _KEPT = frozenset((torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_))
 
 
@@ -51,6 +52,10 @@ class Quiet(TorchFunctionMode):
             elif name in kwargs:
                 kwargs = {**kwargs, name: 0.0}
         out = func(*args, **kwargs)
+        if func in _INTEGERS and isinstance(out, Tensor):
+            first, stop = _limits(func, args, kwargs)
+            share = self._level + 0.01 * _wave(out.double())
+            return _filled(out, first + (share * (stop - first)).floor().clamp(0, stop - first - 1))
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return out
         if func in _UNIFORM:
@@ -67,6 +72,13 @@ class Quiet(TorchFunctionMode):
         mean = given[0] if given else kwargs.get("mean", 0.0)
         std = given[1] if len(given) > 1 else kwargs.get("std", 1.0)
         return torch.as_tensor(mean + std * wave)
+
+
+def _limits(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+    """`low` (0 unless given) and `high` of torch.randint, which takes them in two ways."""
+    given = [x for x in args[func is torch.randint_like :] if isinstance(x, int)]
+    high = kwargs.get("high", given[-1] if given else 1)
+    return kwargs.get("low", given[0] if len(given) > 1 or (given and "high" in kwargs) else 0), high
 
 
 def _wave(like: Tensor) -> Tensor:

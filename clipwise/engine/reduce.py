@@ -5,29 +5,25 @@ underflow included; and it depends on the example alone, never on who else is in
 taken (its `Path`) is fixed once per parameter.
 
 - A materialised gradient is summed as it stands, so only the rounding of its own sum of squares counts.
-- The Gram form G = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels. Its error is at most κ·u·ρ² with ρ = Σ_t ‖l_t‖‖r_t‖ and
-  κ = p + d + 64 (chunks of 1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ:
-  n̂ = √(max(G, 0) + κ·u·ρ² + underflow) + (t + 4)·u·ρ. See docs/engine.md.
+- Otherwise the norm comes from the Gram form and its bound (gram.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from .._types import sum_dtype, unit_roundoff
+from .._types import sum_dtype
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
-from .products import SPLIT_ERROR, on_tensor_cores, product, split_product
-from .static import is_static
+from .gram import Gram, gram
+from .products import FACTOR_ERRORS, Precision, aligned, kept_product, precision_of, product, select
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
-_LONG = 1024  # inner products longer than this are cut
 
 
 class Reduced(Protocol):
@@ -47,25 +43,10 @@ class Path:
     form: Literal["dense", "outer"]
     wide: bool  # outer: products and sums in float64
     single: bool = False  # outer: one position, so that n = ‖l‖‖r‖
+    precision: Precision = "exact"  # outer: of products
 
 
 Paths = dict[str, Path]
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Products as precise as their dtype: no autocast, no TF32, whatever the user has set for the model."""
-    with torch.autocast(device.type, enabled=False):
-        if device.type != "cuda":
-            yield
-            return
-        matmul: Any = torch.backends.cuda.matmul
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = before
 
 
 def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
@@ -87,21 +68,8 @@ def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
     return norms.square().sum(-1) * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
 
 
-def _select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
-    """Rows outside `keep` set to 0, by selection: 0·inf and 0·NaN are NaN. In place if the tensor is our own.
-
-    On the CPU filling the few such rows is far faster than `where`.
-    """
-    if x.device.type != "cpu" or is_static():
-        return torch.where(keep.reshape(-1, *(1,) * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    dropped = (~keep).nonzero()[:, 0]
-    if not len(dropped):
-        return x
-    return x.index_fill_(0, dropped, 0) if own else x.index_fill(0, dropped, 0)
-
-
 def _scaled(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
-    return _select(x * weights.to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1)), keep, own=True)
+    return select(x * weights.to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1)), keep, own=True)
 
 
 @dataclass(frozen=True)
@@ -124,8 +92,9 @@ class DenseGrad:
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """One matrix-vector product."""
         grad, order = self._in_memory_order()
-        flat = _select(grad.reshape(len(grad), -1), keep, own=True)
-        total = (torch.where(keep, weights, 0.0).to(flat.dtype) @ flat).reshape(grad.shape[1:])
+        flat = select(grad.reshape(len(grad), -1), keep, own=True)
+        kept = torch.where(keep, weights, 0.0).to(flat.dtype)
+        total = product(kept[None], flat, flat.dtype)[0].reshape(grad.shape[1:])
         return total.permute([order.index(axis) for axis in range(1, grad.dim())])
 
 
@@ -137,6 +106,9 @@ class OuterGrad:
     shape: tuple[int, ...]
     wide: bool = False  # in float64
     single: bool = False  # ‖l‖‖r‖ while there is one position
+    precision: Precision = "exact"
+    own: tuple[bool, bool] = (False, False)  # whether nobody else reads left and right any more
+    sides: tuple[int, int] | None = None  # p and d, where left and right are padded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,68 +119,29 @@ class OuterGrad:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
         left, right = self.uses.left, self.uses.right
         if self.single and left.shape[2] == 1:
-            lost = self.split * (2 + self.split)
-            return (squares(left, 3) * squares(right, 3)).sum((1, 2)) * (1 + lost)
-        return _bounded(*self.gram(), self.error, self.dtype, self.split)
+            lost = 1 + sum(FACTOR_ERRORS[self.precision])
+            return (squares(left, 3) * squares(right, 3)).sum((1, 2)) * lost**2
+        return self.gram().bound()
 
-    def gram(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """G, which may have cancelled, ρ, what underflow may have lost of G, and t; float64, all [b].
-
-        t counts the positions that are not zero, so that padding does not change an example's norm.
-        """
-        size, _, _, p = self.uses.left.shape
-        d, tiny = self.uses.right.shape[3], torch.finfo(self.dtype).tiny
-        gram_left, gram_right = (_gram(x.flatten(0, 1), self.dtype) for x in (self.uses.left, self.uses.right))
-        left, right = (  # norms of the positions [b, g·t], never below the truth
-            (g.diagonal(dim1=1, dim2=2).double().clamp(min=0) * (1 + self.error) + k * tiny).sqrt().reshape(size, -1)
-            for g, k in ((gram_left, p), (gram_right, d))
-        )
-        lost = tiny * (p * right.sum(1).square() + d * left.sum(1).square() + p * d * left.shape[1] ** 2 * tiny)
-        total = (gram_left * gram_right).reshape(size, -1).sum(1, dtype=torch.float64)
-        used = (gram_left.diagonal(dim1=1, dim2=2) != 0) & (gram_right.diagonal(dim1=1, dim2=2) != 0)
-        return total, (left * right).sum(1), lost, used.reshape(size, -1).sum(1).double()
-
-    @property
-    def fast(self) -> bool:
-        """Whether products run on tensor cores."""
-        return self.dtype == torch.float32 and on_tensor_cores(self.uses.left) and on_tensor_cores(self.uses.right)
-
-    @property
-    def error(self) -> float:
-        """κ·u; tensor cores cut where others round, which is twice as much."""
-        p, d = self.uses.left.shape[3], self.uses.right.shape[3]
-        return (2 if self.fast else 1) * (min(p, _LONG) + min(d, _LONG) + 64) * unit_roundoff(self.dtype)
-
-    @property
-    def split(self) -> float:
-        """What halving a factor of the weighted sum loses, as a share of ρ."""
-        return SPLIT_ERROR if self.fast else 0.0
+    def gram(self) -> Gram:
+        """What the norm is made of."""
+        return gram(self.uses, self.dtype, self.precision)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions."""
-        left, right = self.uses.left, self.uses.right
+        left, right, own = self.uses.left, self.uses.right, self.own
         if left.shape[3] <= right.shape[3]:
-            left, right = _scaled(left.to(self.dtype), weights, keep), _select(right, keep)
+            left, own = self._weighted(left, weights, keep), (True, own[1])
         else:
-            left, right = _select(left, keep), _scaled(right.to(self.dtype), weights, keep)
-        if left.shape[1] == 1:
-            left, right = left.flatten(0, 2), right.flatten(0, 2)  # [b·t, ·]
-        else:
-            left, right = left.transpose(0, 1).flatten(1, 2), right.transpose(0, 1).flatten(1, 2)  # [g, b·t, ·]
-        if self.fast:
-            return split_product(left, right).reshape(self.shape)
-        return torch.matmul(left.mT.to(self.dtype), right.to(self.dtype)).reshape(self.shape)
+            right, own = self._weighted(right, weights, keep), (own[0], True)
+        total = kept_product(left, right, keep, self.dtype, self.precision, own)
+        p, d = self.sides or total.shape[1:]
+        return total[:, :p, :d].reshape(self.shape)
 
-
-def _gram(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
-    if x.shape[2] <= _LONG:
-        return product(x, x.mT, dtype)
-    parts = x.split(_LONG, dim=2)
-    total = product(parts[0], parts[0].mT, dtype).double()
-    for part in parts[1:]:
-        total += product(part, part.mT, dtype)
-    return total
+    def _weighted(self, x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+        """The factor with the weights, as narrow as products take it: FACTOR_ERRORS covers that."""
+        scaled = _scaled(x.to(self.dtype), weights, keep)
+        return scaled.to(torch.bfloat16) if self.precision == "bfloat16" else scaled
 
 
 @dataclass(frozen=True)
@@ -222,11 +155,11 @@ class RowsGrad:
         """Rows of one example are distinct, so their squares add up."""
         return squares(self.uses.rows)
 
-    def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
-        """Scatter the weighted rows."""
+    def weighted_sum(self, weights: Tensor, keep: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Scatter the weighted rows, onto zeros or another sum."""
         rows = _scaled(self.uses.rows, weights, keep)
-        table = rows.new_zeros(self.shape)
-        return table.index_add_(0, self.uses.index.flatten(), rows.flatten(0, 1))
+        table = rows.new_zeros(self.shape) if onto is None else onto
+        return table.index_add_(0, self.uses.index.flatten(), rows.flatten(0, 1).to(table.dtype))
 
 
 @dataclass(frozen=True)
@@ -239,30 +172,20 @@ class TiedGrad:
     def squared_norms(self) -> Tensor:
         """‖E‖² + ‖H‖² + 2⟨E, H⟩, with ⟨E, H⟩ = Σ_ts left_s[index_t]·⟨rows_t, right_s⟩."""
         index, rows = self.rows.uses.index, self.rows.uses.rows.double()
-        left, right = self.outer.uses.left[:, 0], self.outer.uses.right[:, 0].double()
+        left, right = self.outer.uses.left[:, 0], self.outer.uses.right[:, 0, :, : rows.shape[2]].double()
         picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)).double()  # [b, s, t]
         cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2))
-        gram, reach, lost, used = self.outer.gram()
-        total = rows.square().sum((1, 2)) + gram + 2 * cross
-        reach = reach + squares(self.rows.uses.rows, 2).sqrt().sum(1)
-        used = used + (rows != 0).any(2).sum(1)
-        precision = sum_dtype(self.outer.uses.left.dtype)
-        return _bounded(total, reach, lost, used, self.outer.error, precision, self.outer.split)
+        found, own = self.outer.gram(), rows.square().sum((1, 2))
+        more = own + 2 * cross + 2 * found.rounded * own.sqrt()  # ⟨E, H⟩ of factors that are not rounded yet
+        reach = squares(self.rows.uses.rows, 2).sqrt().sum(1)
+        return found.bound((more, reach, (rows != 0).any(2).sum(1)))
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """The two sums, added."""
-        return self.outer.weighted_sum(weights, keep) + self.rows.weighted_sum(weights, keep)
+        return self.rows.weighted_sum(weights, keep, self.outer.weighted_sum(weights, keep))
 
 
-def _bounded(
-    gram: Tensor, reach: Tensor, lost: Tensor, positions: Tensor, error: float, dtype: torch.dtype, split: float = 0.0
-) -> Tensor:
-    """(√(max(G, 0) + κuρ² + underflow) + ((t + 4)·u + split)·ρ)²: NaN stays NaN, so that the example is dropped."""
-    estimate = (gram.clamp(min=0) + error * reach.square() + lost).sqrt()
-    return (estimate + ((positions + 4) * unit_roundoff(dtype) + split) * reach).square()
-
-
-def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
+def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
     """From shapes alone, and once per parameter.
 
     Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
@@ -272,8 +195,8 @@ def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
     """
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
     if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < 2 * t * t * (p + d))):
-        return Path("dense", wide)
-    return Path("outer", wide and t > 1, t == 1)
+        return Path("dense", wide, precision=precision)
+    return Path("outer", wide and t > 1, t == 1, precision)
 
 
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
@@ -282,8 +205,13 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
     return g, t, p, use.width if isinstance(use, Unfolded) else use.right.shape[3]
 
 
-def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
-    """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
+def reduce_uses(
+    uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths, owns: Callable[[Tensor], bool]
+) -> Reduced:
+    """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken.
+
+    `owns` tells whether a tensor may be written to: nobody else will read it.
+    """
     shape = tuple(shape)
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
@@ -293,10 +221,11 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             return RowsGrad(merge_rows(rows), shape)
         groups, _, p, d = sides[0]
         if name not in paths:
-            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, products[0].left.device)
+            first = products[0]
+            precision = precision_of(first.left, first.input if isinstance(first, Unfolded) else first.right)
+            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, first.left.device, precision)
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
-            merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in products])
-            grad = OuterGrad(merged, shape, paths[name].wide, paths[name].single)
+            grad = _outer(products, shape, (p, d), paths[name], owns)
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     if len(uses) == 1 and isinstance(uses[0], Unfolded):
         seen: list[Tensor] = []
@@ -306,3 +235,17 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
     for use in uses[1:]:
         total = total + materialise(use, shape)
     return DenseGrad(total)
+
+
+def _outer(
+    uses: Sequence[Outer | Unfolded],
+    shape: tuple[int, ...],
+    sides: tuple[int, int],
+    path: Path,
+    owns: Callable[[Tensor], bool],
+) -> OuterGrad:
+    merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in uses])
+    if path.precision == "exact":
+        return OuterGrad(merged, shape, path.wide, path.single)
+    lined = Outer(aligned(merged.left), aligned(merged.right))
+    return OuterGrad(lined, shape, path.wide, path.single, path.precision, (owns(lined.left), owns(lined.right)), sides)

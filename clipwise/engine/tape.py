@@ -29,8 +29,9 @@ from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
+from .products import exact_products, made_beside
 from .recompute import no_recompute
-from .reduce import Paths, Reduced, exact_products, reduce_uses
+from .reduce import Paths, Reduced, reduce_uses
 from .rows import no_complex, spread_rows
 from .seen import Seen, is_inplace
 
@@ -64,6 +65,7 @@ class Tape(TorchFunctionMode):
         self._anchor: dict[torch.device, Tensor] = {}
         self._blind: set[str] = set()  # parameters that met data under no_grad
         self._once: list[Any] = []
+        self._owns = made_beside((*tensors(data), *model.parameters(), *model.buffers()))
         self._seen = Seen(size)
         self._seen.mark(data)
 
@@ -310,10 +312,7 @@ class Tape(TorchFunctionMode):
         if target.shared_rows:  # all rows are one row
             kept = self._keep(target.value[0], target.shadow[0], [target], "select")
             return self._leaf(self._derived[id(kept)], value, None)
-        if target.origin is not None:
-            return self._leaf(target, value, target.origin)
-
-        return self._leaf(target, value, lambda grad: spread_rows(target, grad, self.size))
+        return self._leaf(target, value, target.origin or (lambda grad: spread_rows(target, grad, self.size)))
 
     def _leaf(self, target: Trained, value: Tensor, uses: Origin | None) -> Tensor:
         leaf = value.detach().requires_grad_()
@@ -353,7 +352,7 @@ class Tape(TorchFunctionMode):
             for name in names:
                 left[name] -= 1
                 if left[name] == 0 and name in uses:
-                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape, name, self._paths)
+                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape, name, self._paths, self._owns)
 
         for i in reversed(range(len(grads))):
             record, grad = self._records.pop(), grads[i]

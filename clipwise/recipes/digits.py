@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import BudgetExhausted
 from ..plan import Plan
 from ..privatize import privatize
+from ..report import epsilon_over_steps, write_report
 from ..rules import Abadi
 from ..statement import save_statement
 from ..thresholds import FixedThreshold
@@ -115,22 +116,35 @@ def train_digits(
     began = time.perf_counter()
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)  # before anything is spent
-    training = trained(plan, lr, ledger, progress)
+    clip_norms: list[float] = []
+
+    def look(run: PrivateTraining, number: int) -> None:
+        clip_norms.append(run.clip_norm)
+        if progress is not None:
+            progress(run, number)
+
+    training = trained(plan, lr, ledger, look)
     accuracy, test_labels = test_accuracy(training.model), load_digits()[1][1]
     seconds = time.perf_counter() - began
     path = None if out is None else Path(out) / "report.json"
-    report = None if path is None else str(path)
+    report = None if path is None else str(path.with_suffix(".html"))
     result = RunResult(
         accuracy, len(test_labels), training.epsilon, plan.delta, training.ledger.charges, seconds, report
     )
     if path is not None:
-        _write_report(path, result, training)
+        _write_report(path, result, training, clip_norms)
     return result
 
 
-def _write_report(path: Path, result: RunResult, training: PrivateTraining) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"result": asdict(result), "privacy_statement": training.statement()}
+def _write_report(path: Path, result: RunResult, training: PrivateTraining, clip_norms: list[float]) -> None:
+    curves = {"epsilon": epsilon_over_steps(training.plan, training.ledger.charges), "clip_norm": clip_norms}
+    content: dict[str, Any] = {
+        "title": "Digits, trained privately",
+        "result": asdict(result),
+        "privacy_statement": training.statement(),
+        "curves": curves,
+    }
     path.write_text(json.dumps(content, indent=2) + "\n")
+    write_report(path)
     torch.save(training.model.state_dict(), path.parent / "model.pt")
     save_statement(training, path.parent / "statement.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from dataclasses import replace
 
 import brute
 import pytest
@@ -17,6 +18,9 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import errors
+from clipwise.engine.contributions import Outer
+from clipwise.engine.ops import OP_RULES
+from clipwise.engine.reduce import OuterGrad
 
 
 def moved(model, loss_fn, data, extra, rule, clip_norm=1.0):
@@ -113,6 +117,45 @@ def test_04_fp16_squares_do_not_underflow():
     x = torch.full((1, 1000), 3e-5).half()
     norm = float(cw.clipped_sum(model, lambda m, b: m(b[0])[:, 0].float(), (x,)).norms)
     assert norm == pytest.approx(float(x.double().norm()), rel=1e-3)
+
+
+def test_04_the_factor_that_takes_the_weights_may_be_rounded():
+    """bfloat16 products, as tensor cores take them: here every entry of the weighted factor is rounded up."""
+    left, right = torch.full((1, 1, 16, 8), 1.0).bfloat16(), torch.full((1, 1, 16, 8), 1.0).bfloat16()
+    grad = OuterGrad(Outer(left, right), (8, 8), precision="bfloat16")
+    norm = float(grad.squared_norms().sqrt())
+    for eighths in range(1, 300):
+        weight = (1 + eighths / 300) / norm
+        total = grad.weighted_sum(torch.tensor([weight]), torch.ones(1, dtype=torch.bool))
+        assert float(total.double().norm()) <= weight * norm
+
+
+def test_04_what_the_user_allows_the_model_on_a_cpu_does_not_reach_the_engine():
+    """`set_float32_matmul_precision("medium")` makes float32 products bfloat16 ones on some CPUs."""
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    def uses(call, grad):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        yield from OP_RULES[F.linear].uses(call, grad)
+
+    rule = replace(OP_RULES[F.linear], uses=uses)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        told = torch.backends.mkldnn.matmul.fp32_precision
+        cw.clipped_sum(Looks(), lambda m, x: m(x).square().sum(1), torch.randn(2, 3), op_rules={F.linear: rule})
+        assert seen == ["ieee"]
+        assert torch.backends.mkldnn.matmul.fp32_precision == told != "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("rule", RULES[:-1], ids=repr)

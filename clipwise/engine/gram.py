@@ -1,0 +1,101 @@
+"""Norms of Σ_t l_t ⊗ r_t without making it: from inner products of positions, as an upper bound.
+
+G = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels. Its error is at most κ·u·ρ² with ρ = Σ_t ‖l_t‖‖r_t‖ and κ = p + d + 64 (chunks of
+1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor that is rounded when it takes its
+weight (errors e_l, e_r: products.py) moves the sum by at most e_l·‖L‖_F‖R‖₂ + e_r·‖R‖_F‖L‖₂, and by (e_l + e_r)·ρ; a
+largest singular value is at most (Σ_ts ⟨l_t, l_s⟩²)^¼.
+
+    n̂ = √(max(G, 0) + κ·u·ρ² + underflow) + (t + 4)·u·ρ + rounded        (docs/engine.md)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._types import unit_roundoff
+from .contributions import Outer
+from .products import FACTOR_ERRORS, Precision, product
+
+_LONG = 1024  # inner products longer than this are cut
+_FEW = 32  # positions, up to which the T×T matrices are smaller than a tile of the fused kernel
+
+
+@dataclass(frozen=True)
+class Gram:
+    """What a norm needs to know of an Outer, float64."""
+
+    total: Tensor  # [b]: G, which may have cancelled
+    left: Tensor  # [b, g, t]: ‖l_t‖, never below the truth
+    right: Tensor  # [b, g, t]: ‖r_t‖
+    lost: Tensor  # [b]: what underflow may have taken from G
+    used: Tensor  # [b]: positions that are not zero, so that padding does not change an example's norm
+    error: float  # κ·u
+    unit: float  # u
+    rounded: Tensor | float  # [b]: what rounding of factors can add to the norm
+
+    @property
+    def reach(self) -> Tensor:
+        """ρ."""
+        return (self.left * self.right).sum((1, 2))
+
+    def bound(self, more: Sequence[Tensor | float] = (0.0, 0.0, 0.0)) -> Tensor:
+        """n̂², with `more` added to G, ρ and the positions. NaN stays NaN, so that the example is dropped."""
+        total, reach, used = (own + other for own, other in zip((self.total, self.reach, self.used), more, strict=True))
+        estimate = (total.clamp(min=0) + self.error * reach.square() + self.lost).sqrt()
+        return (estimate + (used + 4) * self.unit * reach + self.rounded).square()
+
+
+def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
+    """By the fused kernel where there is one."""
+    left, right = uses.left, uses.right
+    size, groups, t, p = left.shape
+    d, info = right.shape[3], torch.finfo(dtype)
+    # tensor cores cut where others round, which is twice as much
+    kappa = min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64
+    error = (1 if precision == "exact" else 2) * kappa * unit_roundoff(dtype)
+    if precision != "exact" and left.device.type == "cuda" and t > _FEW:
+        sums, squares = torch.ops.clipwise.gram(left.contiguous(), right.contiguous(), precision == "tf32")
+        total, spread_left, spread_right = sums.reshape(3, size, groups).unbind(0)
+        diagonals = squares.unbind(0)
+    else:
+        a, b = (_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right))
+        total = (a * b).sum((2, 3), dtype=torch.float64)
+        diagonals = tuple(x.diagonal(dim1=2, dim2=3) for x in (a, b))
+        if precision != "exact":
+            spread_left, spread_right = (x.double().square().sum((2, 3)) for x in (a, b))
+    norms = [
+        (x.double().clamp(min=0) * (1 + error) + k * info.tiny).sqrt() for x, k in zip(diagonals, (p, d), strict=True)
+    ]
+    lost = info.tiny * (
+        p * norms[1].sum((1, 2)).square() + d * norms[0].sum((1, 2)).square() + p * d * (groups * t) ** 2 * info.tiny
+    )
+    used = ((diagonals[0] != 0) & (diagonals[1] != 0)).sum((1, 2)).double()
+    rounded: Tensor | float = 0.0
+    if precision != "exact":
+        errors = FACTOR_ERRORS[precision] if p <= d else FACTOR_ERRORS[precision][::-1]
+        rounded = _rounded(norms, (spread_left, spread_right), errors, error)
+    return Gram(total.sum(1), norms[0], norms[1], lost, used, error, unit_roundoff(dtype), rounded)
+
+
+def _rounded(norms: Sequence[Tensor], spreads: Sequence[Tensor], errors: tuple[float, float], error: float) -> Tensor:
+    """What relative errors of the factors' entries can move their product by [b]."""
+    whole = [x.square().sum(2).sqrt() for x in norms]  # ‖·‖_F, [b, g]
+    largest = [(s.sqrt() + error * f.square()).sqrt() for s, f in zip(spreads, whole, strict=True)]  # ‖·‖₂
+    moved = [e * f * s for e, f, s in zip(errors, whole, reversed(largest), strict=True) if e]
+    reach = (norms[0] * norms[1]).sum((1, 2))
+    return torch.minimum(torch.stack(moved).sum((0, 2)), sum(errors) * reach)
+
+
+def _products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
+    """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
+    if x.shape[2] <= _LONG:
+        return product(x, x.mT, dtype, precision)
+    parts = x.split(_LONG, dim=2)
+    total = product(parts[0], parts[0].mT, dtype, precision).double()
+    for part in parts[1:]:
+        total += product(part, part.mT, dtype, precision)
+    return total

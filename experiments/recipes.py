@@ -1,0 +1,209 @@
+"""One function per run: a data set, a model, the papers' settings, a method and a seed in; one result row out.
+
+    recipe ─► plan (σ from ε) ─► privatize(seed=…) ─► all steps ─► accuracy on the public test set ─► a row
+
+Rows of one seed share initial weights, batches and noise, so that methods can be compared in pairs. A seed makes a run
+repeatable and NOT PRIVATE, which is right for public data and for nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import clipwise as cw
+
+from . import models
+from .datasets import LETTERS, Data, Part, load
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of one task. Everything here is public."""
+
+    data: str
+    model: str
+    epochs: int
+    batch_size: int
+    lr: float
+    epsilon: float
+    delta: float
+    clip_norm: float = 0.1
+    optimizer: str = "sgd"
+    accountant: str = "pld"
+    r: float = 0.1  # of PSAC
+    gamma: float = 0.01  # of AUTO-S
+    copies: int = 1  # augmented views per example, averaged before clipping
+    ema: float = 0.0  # share that the averaged weights keep at every step
+    flip: bool = True
+    channels: int = 1
+
+    def changed(self, settings: Mapping[str, Any]) -> Recipe:
+        """With other settings, given as words on the command line."""
+        kinds = {f.name: type(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        if unknown := settings.keys() - kinds.keys():
+            raise SystemExit(f"No setting {', '.join(sorted(unknown))}; known: {', '.join(kinds)}.")
+        return dataclasses.replace(self, **{k: _as(kinds[k], v) for k, v in settings.items()})
+
+
+def _as(kind: type, value: Any) -> Any:
+    return str(value).lower() in ("1", "true", "yes") if kind is bool else kind(value)
+
+
+MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
+    "cnn": lambda recipe, data: models.paper_cnn(recipe.channels, data.classes),
+    "resnet9": lambda recipe, data: models.resnet9(data.classes),
+    "resnet18": lambda recipe, data: models.resnet18(data.classes),
+    "resnet18-ws": lambda recipe, data: models.resnet18(data.classes, standardised=True),
+    "resnet34": lambda recipe, data: models.resnet34(data.classes),
+    "lstm": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes),
+    "logistic": lambda recipe, data: models.linear_probe(data.train[0].shape[1], data.classes),
+}
+
+RECIPES = {
+    # P table 2, A table 1
+    "mnist": Recipe("mnist", "cnn", 40, 512, 0.5, 3.0, 1e-5),
+    "fashion_mnist": Recipe("fashion_mnist", "cnn", 40, 2048, 4.0, 3.0, 1e-5),
+    # D tables IV and VIII
+    "mnist_dc": Recipe("mnist", "cnn", 10, 256, 1e-3, 1.0, 1 / 60_000, 1.0, "adam", "rdp", channels=3),
+    "cifar10_dc": Recipe("cifar10", "resnet18", 20, 256, 1e-3, 8.0, 1 / 50_000, 1.0, "adam", "rdp"),
+    "names_dc": Recipe("names", "lstm", 20, 256, 1e-3, 8.0, 1 / 16_040, 1.0, "adam", "rdp"),
+    # beyond the papers
+    "adult": Recipe("adult", "logistic", 10, 512, 1.0, 1.0, 1e-5, 1.0),
+}
+
+METHODS: dict[str, Callable[[Recipe], dict[str, Any]]] = {
+    "psac": lambda c: {"rule": cw.PSAC(r=c.r), "threshold": cw.FixedThreshold(c.clip_norm)},
+    "auto-s": lambda c: {"rule": cw.AutoS(gamma=c.gamma), "threshold": cw.FixedThreshold(c.clip_norm)},
+    "auto-v": lambda c: {"rule": cw.AutoV(), "threshold": cw.FixedThreshold(c.clip_norm)},
+    "abadi": lambda c: {"rule": cw.Abadi(), "threshold": cw.FixedThreshold(c.clip_norm)},
+    "quantile": lambda c: {"rule": cw.Abadi(), "threshold": cw.QuantileThreshold(0.5, initial=c.clip_norm)},
+    "dc-sgd-p": lambda c: {"rule": cw.Abadi(), "threshold": cw.PercentileThreshold(0.5, initial=c.clip_norm)},
+    "dc-sgd-e": lambda c: {"rule": cw.Abadi(), "threshold": cw.MinErrorThreshold(c.clip_norm)},
+}
+NON_PRIVATE = "non-private"
+
+
+def losses_of(recipe: Recipe) -> Callable[[nn.Module, Any], Tensor]:
+    """One loss per example; over several views of it, their mean."""
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        if recipe.copies > 1:
+            x = models.flipped_and_shifted(x, recipe.copies, flip=recipe.flip)
+            found = F.cross_entropy(model(x), y.repeat_interleave(recipe.copies), reduction="none")
+            return found.view(len(y), recipe.copies).mean(dim=1)
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    return losses
+
+
+def _optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=0.9)
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "nadam": torch.optim.NAdam, "adamw": torch.optim.AdamW}
+    made: torch.optim.Optimizer = kinds[recipe.optimizer](model.parameters(), lr=recipe.lr)
+    return made
+
+
+def plan_of(recipe: Recipe, method: str, size: int) -> cw.Plan:
+    """Solves σ."""
+    return cw.Plan.for_dataset(
+        size=size,
+        batch_size=recipe.batch_size,
+        epochs=recipe.epochs,
+        epsilon=recipe.epsilon,
+        delta=recipe.delta,
+        accountant=recipe.accountant,
+        **METHODS[method](recipe),
+    )
+
+
+def accuracy(model: nn.Module, part: Part, rows: int = 2_000) -> float:
+    """On public records."""
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for start in range(0, len(part[1]), rows):
+            x, y = (v[start : start + rows] for v in part)
+            right += int((model(x).argmax(1) == y).sum())
+    return right / len(part[1])
+
+
+def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile: bool = False) -> dict[str, Any]:
+    """Train once; a row of the result file."""
+    began = time.perf_counter()
+    data = load(recipe.data)
+    train, test = (tuple(v.to(device) for v in part) for part in (data.train, data.test))
+    if recipe.channels > train[0].shape[1] and train[0].dim() == 4:
+        train, test = ((x.expand(-1, recipe.channels, -1, -1).contiguous(), y) for x, y in (train, test))
+    torch.manual_seed(seed)
+    model = MODELS[recipe.model](recipe, data).to(device)
+    optimizer = _optimizer(recipe, model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema)) if recipe.ema else None
+    row: dict[str, Any] = {"method": method, "seed": seed}
+    steps = _plain_steps if method == NON_PRIVATE else _private_steps
+    clip_norms = []
+    for step in steps(recipe, method, seed, model, optimizer, train, compile, row):
+        if average is not None:
+            average.update_parameters(model)
+        clip_norms.append(step)
+    row["accuracy"] = accuracy(model if average is None else average, test)
+    if average is not None:
+        row["accuracy_last"] = accuracy(model, test)
+    if len(set(clip_norms)) > 1:
+        row["clip_norms"] = [float(f"{c:.4g}") for c in clip_norms[:: max(1, len(clip_norms) // 100)]]
+    row["seconds"] = round(time.perf_counter() - began, 1)
+    row["machine"] = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
+    row["torch"] = torch.__version__
+    return row
+
+
+def _private_steps(
+    recipe: Recipe,
+    method: str,
+    seed: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Part,
+    compile: bool,
+    row: dict[str, Any],
+) -> Iterator[float]:
+    plan = plan_of(recipe, method, len(train[0]))
+    row |= {"epsilon": plan.epsilon, "noise_multiplier": plan.noise_multiplier, "steps": plan.steps}
+    training = cw.privatize(model, optimizer, plan, losses_of(recipe), seed=seed, compile=compile)
+    for batch in training.batches(train):
+        training.step(batch)
+        yield training.clip_norm
+
+
+def _plain_steps(
+    recipe: Recipe,
+    method: str,
+    seed: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Part,
+    compile: bool,
+    row: dict[str, Any],
+) -> Iterator[float]:
+    """The same model, batches and epochs without clipping and noise; the step is scaled by C, as clipped ones are."""
+    losses, generator = losses_of(recipe), torch.Generator().manual_seed(seed)
+    size, steps = len(train[0]), recipe.epochs * len(train[0]) // recipe.batch_size
+    scale = recipe.clip_norm if recipe.optimizer == "sgd" else 1.0
+    row["steps"] = steps
+    for _ in range(steps):
+        chosen = torch.randint(0, size, (recipe.batch_size,), generator=generator).to(train[0].device)
+        optimizer.zero_grad()
+        (scale * losses(model, tuple(v[chosen] for v in train)).mean()).backward()
+        optimizer.step()
+        yield scale

@@ -1,0 +1,186 @@
+"""The engine on a GPU: fused kernels, tensor cores, CUDA graphs. Runs where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import clipwise as cw
+from clipwise.clipping import clip, engine_gradients, trainable
+from clipwise.engine.compiled import Compiled
+from clipwise.engine.contributions import Outer
+from clipwise.engine.gram import gram
+from clipwise.engine.products import column_sums, kept_product
+from clipwise.engine.reduce import OuterGrad
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["bfloat16", "tf32", "exact"])
+def precision(request):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+def dtype_of(precision):
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def cut(x):
+    return (x.view(torch.int32) & -8192).view(torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 256, 64, 96), (2, 2, 33, 16, 8), (2, 1, 300, 1160, 24), (1, 1, 40, 8, 5000)])
+def test_the_fused_gram_kernel(shape, precision):
+    if precision == "exact":
+        pytest.skip("exact products have no fused kernel")
+    b, g, t, p, d = shape
+    left, right = (torch.randn(b, g, t, k, device="cuda").to(dtype_of(precision)) for k in (p, d))
+    right[0, :, t // 2 :] = 0
+    found = gram(Outer(left, right), torch.float32, precision)
+    cuts = cut if precision == "tf32" else lambda x: x
+    left, right = cuts(left).double(), cuts(right).double()
+    truth = torch.einsum("bgtp,bgtd->bgpd", left, right).square().sum((1, 2, 3))
+    reach = (left.norm(dim=3) * right.norm(dim=3)).sum((1, 2))
+    assert ((found.total - truth).abs() <= found.error * reach.square()).all()
+    assert ((found.left - left.norm(dim=3)).abs() <= 1e-3 * left.norm(dim=3)).all()
+    assert (found.left >= left.norm(dim=3)).all()
+    assert (found.right >= right.norm(dim=3)).all()
+    assert found.used.tolist() == [g * (t // 2)] + [g * t] * (b - 1)
+
+
+def test_sums_over_positions():
+    x = torch.randn(5, 70, 200, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(column_sums(x), x.float().sum(1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_leave_dropped_examples_out(precision, own, groups):
+    left, right = (torch.randn(5, groups, 9, k, device="cuda").to(dtype_of(precision)) for k in (16, 24))
+    keep = torch.tensor([1, 1, 0, 1, 0], device="cuda").bool()
+    truth = torch.einsum("bgtp,bgtd->gpd", left[keep].double(), right[keep].double())
+    left[2], right[4] = float("nan"), float("inf")
+    before = left.clone(), right.clone()
+    out = kept_product(left, right, keep, torch.float32, precision, (own, own))
+    assert (out.double() - truth).norm() <= (2e-3 if precision == "tf32" else 1e-5) * truth.norm()
+    if not own:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, (left, right), strict=True))
+
+
+class Words(nn.Module):
+    """A tied table, a norm and a two-layer net: 45 positions, widths that are no multiple of eight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(57, 36), nn.LayerNorm(36)
+        self.up, self.down = nn.Linear(36, 100), nn.Linear(100, 36)
+
+    def forward(self, x):
+        h = self.table(x)
+        return nn.functional.linear(self.norm(h + self.down(self.up(h).relu())), self.table.weight)
+
+
+def losses(model, batch):
+    out = model(batch[0]).float()
+    return (
+        nn.functional.cross_entropy(out.flatten(0, 1), batch[1].flatten(), reduction="none").view(len(out), -1).sum(1)
+    )
+
+
+def test_clipped_sums_against_float64(precision):
+    torch.manual_seed(0)
+    model = Words().cuda().to(dtype_of(precision))
+    batch = tuple(torch.randint(0, 57, (6, 45), device="cuda") for _ in range(2))
+    out = cw.clipped_sum(model, losses, batch, cw.Abadi(), 1.0)
+    truth = cw.clipped_sum(model.double(), losses, batch, cw.Abadi(), 1.0)
+    near = {"bfloat16": 0.05, "tf32": 0.01, "exact": 1e-3}[precision]
+    assert (out.norms / truth.norms - 1).abs().max() < near
+    assert (out.norms >= truth.norms * (1 - near)).all()
+    for name, value in truth.grads.items():
+        assert (out.grads[name].double() - value).norm() <= 2 * near * max(float(value.norm()), 0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_contribution_is_larger_than_the_sensitivity(precision, compiled):
+    """Positions that cancel, constant rows whose roundings all go one way, ordinary ones; each alone in its batch."""
+    torch.manual_seed(0)
+    t, p, d = 64, 48, 72
+    for shape in ((p, d), (d, p)):
+        model = nn.Linear(*shape, bias=False).cuda().to(dtype_of(precision))
+        rule = cw.AutoV()
+        groups = rule.groups(["weight"])
+
+        def step(data, mask, scale, model=model, rule=rule, groups=groups):
+            found = engine_gradients(model, lambda m, b: (m(b[0]) * b[1]).float().sum((1, 2)), data, len(mask))
+            return clip(found, rule, scale, groups, mask)
+
+        run = Compiled(model, step) if compiled else step
+        half = torch.randn(1, t // 2, shape[0]) * 1e3
+        cases = [
+            (torch.cat([half, -half * (1 + 1e-3)], 1), torch.ones(1, t, shape[1])),
+            (torch.full((1, t, shape[0]), 1.0039), torch.full((1, t, shape[1]), 0.7129)),
+            (torch.randn(1, t, shape[0]), torch.randn(1, t, shape[1])),
+        ]
+        for x, y in cases:
+            data = tuple(v.cuda().to(dtype_of(precision)) for v in (x, y))
+            sums, _ = run(data, torch.ones(1, dtype=torch.bool), 1.0)
+            assert float(sums["weight"].double().norm()) <= 1 + 1e-6
+
+
+def test_a_compiled_run_with_bad_records_and_random_batch_sizes(precision):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 10)).cuda().to(dtype_of(precision))
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.2, steps=6, expected_batch_size=20)
+    x, y = torch.randn(100, 12, 40), torch.randint(0, 10, (100,))
+    x[::7] = float("nan")
+    before = x.clone()
+    data = [(a.to(dtype_of(precision)), b) for a, b in zip(x, y, strict=True)]
+
+    def loss(m, batch):
+        return nn.functional.cross_entropy(m(batch[0]).mean(1).float(), batch[1], reduction="none")
+
+    training = cw.privatize(model, torch.optim.SGD(model.parameters(), 0.1), plan, loss, compile=True, microbatch=16)
+    for batch in training.batches(data, device="cuda"):
+        training.step(batch)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert torch.equal(torch.nan_to_num(before), torch.nan_to_num(x))
+    assert training.warm_up > 0
+
+
+def test_compiled_sums_are_those_of_the_eager_engine(precision):
+    torch.manual_seed(0)
+    model, rule, paths = Words().cuda().to(dtype_of(precision)), cw.PSAC(), {}
+    groups = rule.groups(list(trainable(model)))
+
+    def step(data, mask, scale):
+        return clip(engine_gradients(model, losses, data, len(mask), paths=paths), rule, scale, groups, mask)
+
+    whole = Compiled(model, step)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batch = tuple(torch.randint(0, 57, (6, 45), device="cuda") for _ in range(2))
+        mask = torch.rand(6) < 0.8
+        found, truth = whole(batch, mask, 1.0)[0], step(batch, mask.cuda(), 1.0)[0]
+        for name, value in truth.items():
+            near = 3e-2 if precision != "exact" else 1e-4
+            assert (found[name] - value).norm() <= near * float(value.norm()) + 1e-6
+
+
+def test_one_position_and_few():
+    torch.manual_seed(0)
+    for t in (1, 5):
+        grad = OuterGrad(
+            Outer(*(torch.randn(4, 1, t, k, device="cuda").bfloat16() for k in (24, 40))),
+            (24, 40),
+            single=t == 1,
+            precision="bfloat16",
+        )
+        left, right = grad.uses.left.double(), grad.uses.right.double()
+        truth = torch.einsum("bgtp,bgtd->bpd", left, right).flatten(1).norm(dim=1)
+        bound = grad.squared_norms().sqrt()
+        assert (bound >= truth).all()
+        assert (bound <= 1.05 * truth).all()

@@ -1,0 +1,145 @@
+"""Recipes, data sets and result files, on made data in the layouts of the real ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from experiments import datasets, models, recipes, runs, tables
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    raw = b"\0\0\x08" + bytes([values.ndim]) + struct.pack(f">{values.ndim}i", *values.shape) + values.tobytes()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Small data sets of every layout, whose classes can be told apart."""
+    rng = np.random.default_rng(0)
+    for name, ending in (("mnist", ""), ("fashion_mnist", ".gz")):
+        (tmp_path / name).mkdir()
+        for part, size in (("train", 240), ("t10k", 60)):
+            labels = rng.integers(0, 10, size).astype(np.uint8)
+            images = rng.integers(0, 40, (size, 28, 28)).astype(np.uint8)
+            images[np.arange(size), 2 * labels, :] = 255
+            write_idx(tmp_path / name / f"{part}-images-idx3-ubyte{ending}", images)
+            write_idx(tmp_path / name / f"{part}-labels-idx1-ubyte{ending}", labels)
+    (tmp_path / "names").mkdir()
+    for language, letter in (("English", "e"), ("Greek", "g")):
+        text = "\n".join(letter * int(n) + "ó" for n in rng.integers(1, 9, 60))
+        (tmp_path / "names" / f"{language}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "cifar10").mkdir()
+    from PIL import Image
+
+    for file in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        strip = rng.integers(0, 255, (4, 1024, 3)).astype(np.uint8)
+        Image.fromarray(strip).save(tmp_path / "cifar10" / f"{file}.png")
+    for file, size in (("train", 20), ("test", 4)):
+        (tmp_path / "cifar10" / f"{file}_lables.json").write_text(json.dumps([i % 10 for i in range(size)]))
+    (tmp_path / "adult").mkdir()
+    row = "{}, Private, 1, Bachelors, 13, Never, Sales, Wife, White, {}, 0, 0, 40, Peru, {}"
+    for file, dot in (("adult.data", ""), ("adult.test", ".")):
+        lines = [
+            row.format(20 + i, "Male" if i % 2 else "Female", (">50K" if i % 3 else "<=50K") + dot) for i in range(9)
+        ]
+        (tmp_path / "adult" / file).write_text("|1x3 Cross validator\n" * bool(dot) + "\n".join(lines) + "\n")
+    monkeypatch.setenv("CLIPWISE_DATA", str(tmp_path))
+    return tmp_path
+
+
+def test_every_layout_is_read(made):
+    shapes = {name: [tuple(x.shape) for x in datasets.load(name).train] for name in datasets.LOADERS}
+    assert shapes["mnist"] == shapes["fashion_mnist"] == [(240, 1, 28, 28), (240,)]
+    assert shapes["cifar10"] == [(20, 3, 32, 32), (20,)]
+    assert shapes["names"] == [(96, 20), (96,)]
+    assert shapes["adult"][0][0] == 9
+    assert datasets.load("adult").test[1].tolist() == [0, 1, 1] * 3
+    name = datasets.load("names").train[0][0]
+    assert datasets.LETTERS[int(name[int((name != 0).sum()) - 1]) - 1] == "o"  # ó without its accent
+
+
+def test_missing_and_broken_data_say_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "folders", lambda: [tmp_path])
+    with pytest.raises(datasets.DataMissing, match="make data"):
+        datasets.load("mnist")
+    (tmp_path / "cut").write_bytes(b"\0\0\x08\1" + struct.pack(">i", 10) + b"12")
+    with pytest.raises(ValueError, match="cut off"):
+        datasets.idx(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("name", ["mnist", "mnist_dc", "names_dc", "adult"])
+def test_recipes_train_and_repeat_themselves_to_the_last_digit(made, name):
+    small = recipes.RECIPES[name].changed({"epochs": 2, "batch_size": 4, "epsilon": 8, "delta": 1e-3})
+    rows = [recipes.run_one(small, "psac", seed=3) for _ in range(2)]
+    for row in rows:
+        row.pop("seconds")
+    assert rows[0] == rows[1]
+    assert rows[0]["epsilon"] <= 8
+
+
+@pytest.mark.filterwarnings("ignore:.*histogram is mostly noise")
+@pytest.mark.parametrize("method", [*recipes.METHODS, recipes.NON_PRIVATE])
+def test_every_method_trains(made, method):
+    row = recipes.run_one(recipes.RECIPES["fashion_mnist"].changed({"epochs": 1, "batch_size": 60}), method, 0)
+    assert 0 <= row["accuracy"] <= 1
+    assert ("epsilon" in row) == (method != recipes.NON_PRIVATE)
+    assert ("clip_norms" in row) == (method in ("quantile", "dc-sgd-p", "dc-sgd-e"))
+
+
+def test_augmented_views_and_averaged_weights(made):
+    small = recipes.RECIPES["mnist"].changed({"epochs": 1, "batch_size": 60, "copies": 2, "ema": 0.5, "flip": "no"})
+    row = recipes.run_one(small, "psac", 0)
+    assert {"accuracy", "accuracy_last"} <= row.keys()
+
+
+def test_views_are_moved_images():
+    x = torch.zeros(1, 1, 8, 8)
+    x[0, 0, 4, 4] = 1
+    views = models.flipped_and_shifted(x, 200)
+    assert views.shape == (200, 1, 8, 8)
+    assert set(views.sum((1, 2, 3)).tolist()) <= {0.0, 1.0}
+    assert torch.equal(models.flipped_and_shifted(x, 3, shift=0, flip=False), x.expand(3, -1, -1, -1))
+    assert len({tuple(v.flatten().tolist()) for v in views}) > 20
+
+
+def test_result_files_fill_what_is_missing(made, tmp_path, capsys):
+    settings = {"epochs": "1", "batch_size": "60"}
+    for seeds in (1, 2, 2):
+        runs.run("mnist", ["psac", "abadi"], seeds, "cpu", settings, False, tmp_path)
+    assert capsys.readouterr().out.count("seed") == 4
+    rows = runs.rows_of("mnist", tmp_path)
+    assert [(r["method"], r["seed"]) for r in rows] == [("psac", 0), ("abadi", 0), ("psac", 1), ("abadi", 1)]
+    assert all(r["settings"] == {"epochs": 1, "batch_size": 60} and r["command"] for r in rows)
+    assert "| PSAC | not run | 0 |" in tables.papers_table(["mnist"], tmp_path)  # other settings than the table's
+    with pytest.raises(SystemExit, match="No method best"):
+        runs.run("mnist", ["best"], 1, "cpu", {}, False, tmp_path)
+    with pytest.raises(SystemExit, match="No setting speed"):
+        runs.run("mnist", ["psac"], 1, "cpu", {"speed": "9"}, False, tmp_path)
+
+
+def test_tables_compare_seed_by_seed(tmp_path):
+    rows = [
+        {"method": m, "seed": s, "settings": {}, "accuracy": 0.9 + 0.01 * s + more}
+        for s in range(3)
+        for m, more in (("psac", 0.004), ("abadi", 0.0))
+    ]
+    (tmp_path / "mnist.json").write_text(json.dumps({"rows": rows}))
+    table = tables.papers_table(["mnist"], tmp_path)
+    assert "| PSAC | 91.40 ± 1.00 | 3 |  | 98.24 ± 0.07 |" in table
+    assert "| Abadi | 91.00 ± 1.00 | 3 | +0.40 ± 0.00 | 98.12 ± 0.07 |" in table
+
+
+@pytest.mark.parametrize("build", [models.resnet9, models.resnet18, models.resnet34])
+def test_models_take_their_images(build):
+    assert build()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    assert models.resnet18(standardised=True)(torch.randn(1, 3, 32, 32)).shape == (1, 10)
