@@ -91,6 +91,7 @@ def _mechanism(statement: Mapping[str, Any]) -> str:
         if name in left_out or value is None:
             continue
         text = ", ".join(f"{k}: {_number(v)}" for k, v in value.items()) if isinstance(value, dict) else _number(value)
+        text = shown_epsilon(value) if name in ("epsilon", "spent_epsilon") else text  # never rounded down
         rows.append(f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{escape(text)}</td></tr>")
     return f"<h2>Mechanism</h2><div class=wide><table>{''.join(rows)}</table></div>"
 
@@ -139,7 +140,7 @@ def _histogram(values: list[float], bins: int = 30) -> tuple[list[int], float, f
     return counts, low, high
 
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 240, 56, 12, 14, 40
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 240, 62, 12, 14, 44
 
 
 def _chart(title: str, x_name: str, y_name: str, points: Points, log: bool = False) -> str:
@@ -166,18 +167,16 @@ def _chart(title: str, x_name: str, y_name: str, points: Points, log: bool = Fal
         marks.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
         at = points[0][0] + span_x * k / 4
+        at = round(at) if span_x >= 8 else at
         x, _ = place(at, low)
         anchor = "start" if k == 0 else "end" if k == 4 else "middle"
         marks.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{at:.4g}</text>')
-    names = (
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_name)}</text>'
-        f'<text x="12" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 12 {_HEIGHT / 2})">'
-        f"{escape(y_name)}{', log scale' if log else ''}</text>"
-    )
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    marks.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_name)}</text>')
+    label = escape(f"{title}: {y_name}{', log scale' if log else ''}")
     return (
-        f"<h2>{escape(title)}</h2>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f'{"".join(marks)}{names}<path d="{path}"/></svg>'
+        f'<h2>{label}</h2><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
+        f'{"".join(marks)}<path d="{path}"/></svg>'
     )
 
 
@@ -206,6 +205,8 @@ svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--soft)
 svg path { fill: none; stroke: var(--accent); stroke-width: 2; } .grid { stroke: var(--line); }
 .secret { border: 2px solid #c62828; border-radius: .5rem; padding: 0 1rem 1rem; margin-top: 2rem; }
 ul { padding-left: 1.2rem; } li { margin: .2rem 0; }
+@media (max-width: 34rem) { .wide th, .wide td { display: block; padding: .1rem 0; } .wide th { border: 0; }
+  svg text { font-size: 17px; } }
 </style></head><body>
 <h1>%TITLE%</h1>
 %BODY%

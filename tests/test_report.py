@@ -82,6 +82,14 @@ def test_the_verdict(folder, guarantee, certified, told):
     assert told in page(content)
 
 
+def test_epsilon_is_never_rounded_down(folder):
+    content = json.loads((folder / "report.json").read_text())
+    content["privacy_statement"]["spent_epsilon"] = 2.123456789
+    text = page(content)
+    assert text.count("2.1235") == 2
+    assert "2.12346" not in text
+
+
 def test_the_command(folder, tmp_path):
     (folder / "report.html").unlink()
     done = CliRunner().invoke(app, ["report", str(folder)])
