@@ -221,10 +221,39 @@ def test_l2_penalty_counts_for_every_example():
 
 
 def test_unknown_op_is_refused_by_name():
-    model = Module(lambda m, x: torch.cdist(x, m.w), w=(3, 5))
+    """Its result does not have the examples first."""
+    model = Module(lambda m, x: torch.cdist(m.w, x).T, w=(3, 5))
     with pytest.raises(errors.UnsupportedOp, match=r"Parameter w .*'cdist'"):
         clipped(model, floats(5)())
     clipped(model, floats(5)(), engine="vmap")
+
+
+EACH = {
+    "cdist": (lambda m, x: torch.cdist(x, m.w), (3, 5), (5,)),
+    "cdist of sequences": (lambda m, x: torch.cdist(x, m.w), (3, 5), (7, 5)),
+    "cosine similarity": (lambda m, x: F.cosine_similarity(x[:, None], m.w, dim=-1), (3, 5), (5,)),
+    "tensordot": (lambda m, x: torch.tensordot(x, m.w, dims=1), (5, 3), (4, 5)),
+    "pairwise distance": (lambda m, x: F.pairwise_distance(x, m.w)[:, None], (5,), (5,)),
+    "kron": (lambda m, x: torch.kron(x, m.w[None]), (3,), (5,)),
+    "rows of several per example": (lambda m, x: torch.cdist(x.flatten(0, 1), m.w).view(len(x), -1), (3, 5), (4, 5)),
+    "a derived parameter": (lambda m, x: torch.cdist(x, 1 + m.w.exp()), (3, 5), (5,)),
+}
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_ops_without_a_rule_run_once_per_example(case):
+    forward, shape, data = EACH[case]
+    check(Module(forward, w=shape), floats(*data)())
+
+
+def test_constants_whose_first_axis_may_be_the_examples_are_refused():
+    beside = torch.randn(B, 5)
+    model = Module(lambda m, x: torch.cdist(torch.stack([x, beside]), m.w)[0], w=(3, 5))
+    with pytest.raises(errors.UnsupportedOp):
+        clipped(model, floats(5)())
+    model = Module(lambda m, x: F.triplet_margin_loss(x, m.w, beside, reduction="none")[:, None], w=(5,))
+    with pytest.raises(errors.UnsupportedOp, match="triplet_margin_loss"):
+        clipped(model, floats(5)())
 
 
 def test_op_rules_can_be_passed():
@@ -395,8 +424,7 @@ def test_a_transpose_that_is_none():
 
 def test_a_parameter_expanded_over_another_axis_is_not_attributed_by_position():
     check(Module(lambda m, x: torch.einsum("bt,t->b", x, m.w.expand(B))[:, None], w=(1,)), torch.randn(B, B))
-    with pytest.raises(errors.UnsupportedOp, match="cdist"):
-        clipped(Module(lambda m, x: torch.cdist(x, m.w.expand(B, B)), w=(B,)), torch.randn(B, B))
+    check(Module(lambda m, x: torch.cdist(x, m.w.expand(B, B)), w=(B,)), torch.randn(B, B))
 
 
 def test_second_derivatives_are_refused():

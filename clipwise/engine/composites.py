@@ -270,3 +270,16 @@ def batched_equation(equation: Any, is_data: Sequence[bool], names: str) -> str:
             "examples' axis, and no parameter may have it."
         )
     return ",".join(p if data else letter + p for p, data in zip(parts, is_data, strict=True)) + "->" + output
+
+
+def per_example_einsum(args: Any, size: int, names: str, copy_of: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Give the parameters an axis for the examples, and let autograd do the rest."""
+    equation, *operands = args
+    operands = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    copies = [copy_of(x) for x in operands]
+    equation = batched_equation(equation, [copy is None for copy in copies], names)
+    if any(copy is None and (x.dim() == 0 or x.shape[0] != size) for x, copy in zip(operands, copies, strict=True)):
+        raise UnsupportedOp(
+            f"einsum {equation!r} with parameter {names}: its data must have the examples, all of them, as first axis."
+        )
+    return torch.einsum(equation, *(x if copy is None else copy for x, copy in zip(operands, copies, strict=True)))

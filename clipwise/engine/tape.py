@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..batch import map_tensors, tensors
 from ..errors import ChangedInput, ParameterMismatch, UnrecordedGradient, UnsupportedOp
-from .composites import COMPOSITES, batched_equation
+from .composites import COMPOSITES, per_example_einsum
 from .contributions import Contribution, Dense
 from .derived import CASTS, Derived, Origin, Source, is_random, kind_of, names_of, no_rule, op_name, shares_rows
+from .each import each_example
 from .edges import Record, Tap, Unview, not_seen
 from .forbidden import check_op
 from .gradients import Gradients, check_losses
@@ -144,10 +145,16 @@ class Tape(TorchFunctionMode):
             with self:
                 return written_out(*args, **kwargs)
         if func is torch.einsum:
-            return self._einsum(args, trained)
+            return per_example_einsum(args, self.size, names_of(trained), self._copy_of)
         wide_matmul = func in MATMULS and any(t.value.dim() > 2 for t in trained)
         if (rule := self._rules.get(func)) is not None and not wide_matmul:
             return self._record(func, rule, args, kwargs)
+        if func not in BROADCASTS | MATMULS | JOINS | BATCHED:
+            before = len(self._records)
+            out = each_example(func, name, args, kwargs, self.size, self._seen.is_data, self._copy_of)
+            if out is not None:
+                return out
+            del self._records[before:]
         return self._broadcast(func, args, kwargs, trained)
 
     def _derive(self, func: Any, name: str, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
@@ -294,18 +301,10 @@ class Tape(TorchFunctionMode):
 
         return func(*map_tensors(args, copies), **map_tensors(kwargs, copies))
 
-    def _einsum(self, args: Any, trained: list[Trained]) -> Tensor:
-        """Give the parameters an axis for the examples, and let autograd do the rest."""
-        equation, *operands = args
-        operands = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
-        equation = batched_equation(equation, [self._trained(x) is None for x in operands], names_of(trained))
-        given = []
-        for x in operands:
-            target = self._trained(x)
-            if target is None and (x.dim() == 0 or x.shape[0] != self.size):
-                raise no_rule("einsum", trained, "together with data whose first axis does not run over the examples")
-            given.append(x if target is None else self._leaf(target, target.value.expand(self.size, *x.shape), None))
-        return torch.einsum(equation, *given)
+    def _copy_of(self, x: Tensor) -> Tensor | None:
+        """A parameter once for every example [b, *shape]: each example reaches it through its own copy alone."""
+        target = self._trained(x)
+        return None if target is None else self._leaf(target, target.value.expand(self.size, *x.shape), None)
 
     def _rows(self, target: Derived, value: Tensor) -> Tensor:
         """A derived parameter with k rows per example: example i reaches it through rows i·k … i·k + k − 1 alone."""
