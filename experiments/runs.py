@@ -49,10 +49,11 @@ def run(
     for seed in range(seeds):
         for method in methods:
             rows = rows_of(name, folder)
-            if any((r["method"], r["seed"], r["settings"]) == (method, seed, changed) for r in rows):
+            wanted = (method, seed, changed, device)
+            if any((r["method"], r["seed"], r["settings"], r["device"]) == wanted for r in rows):
                 continue
-            row = run_one(recipe, method, seed, device, compile) | {"settings": changed, "command": command}
-            row["commit"] = _commit()
+            row = run_one(recipe, method, seed, device, compile)
+            row |= {"settings": changed, "device": device, "command": command, "commit": _commit()}
             path = save(name, {"recipe": dataclasses.asdict(RECIPES[name]), "rows": [*rows, row]}, folder)
             print(f"{name} {method} seed {seed}: {100 * row['accuracy']:.2f}% in {row['seconds']} s", flush=True)
     return path

@@ -48,10 +48,10 @@ def papers_table(tasks: Sequence[str], results: Path = RESULTS) -> str:
     """Ours beside the papers', with n; PSAC is also compared with each other method seed by seed."""
     lines = ["| task | method | ours | n | PSAC − method, pairs | printed |", "|---|---|---|---|---|---|"]
     for task in tasks:
-        found: dict[str, dict[int, float]] = {}
+        found: dict[str, dict[tuple[int, str], float]] = {}  # noise differs between devices, so pairs do not
         for row in rows_of(task, results):
             if not row["settings"]:
-                found.setdefault(row["method"], {})[row["seed"]] = 100 * row["accuracy"]
+                found.setdefault(row["method"], {})[row["seed"], row["device"]] = 100 * row["accuracy"]
         for method in LABELS:
             if method not in found and method not in PRINTED[task]:
                 continue

@@ -129,7 +129,7 @@ def test_result_files_fill_what_is_missing(made, tmp_path, capsys):
 
 def test_tables_compare_seed_by_seed(tmp_path):
     rows = [
-        {"method": m, "seed": s, "settings": {}, "accuracy": 0.9 + 0.01 * s + more}
+        {"method": m, "seed": s, "settings": {}, "device": "cpu", "accuracy": 0.9 + 0.01 * s + more}
         for s in range(3)
         for m, more in (("psac", 0.004), ("abadi", 0.0))
     ]
