@@ -280,6 +280,7 @@ def per_example_einsum(args: Any, size: int, names: str, copy_of: Callable[[Tens
     equation = batched_equation(equation, [copy is None for copy in copies], names)
     if any(copy is None and (x.dim() == 0 or x.shape[0] != size) for x, copy in zip(operands, copies, strict=True)):
         raise UnsupportedOp(
-            f"einsum {equation!r} with parameter {names}: its data must have the examples, all of them, as first axis."
+            f"einsum {equation!r} with parameter {names}: together with data whose first axis does not run over the "
+            "examples. Keep the batch axis first."
         )
     return torch.einsum(equation, *(x if copy is None else copy for x, copy in zip(operands, copies, strict=True)))

@@ -190,11 +190,12 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
 
     Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
     gradient has p·d entries to write and to read twice (about 10 operations each, on the machines tried), and many
-    small products run at two thirds the speed of a large one (t more per entry). A gradient much larger than the
-    activations is materialised only where t is very large.
+    small products run at two thirds the speed of a large one (t more per entry). In float64 the Gram form and its sum
+    take twice as long. A gradient much larger than the activations is materialised only where t is very large.
     """
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
-    if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < 2 * t * t * (p + d))):
+    more = 4 * t * t * (p + d) + t * p * d if wide else 2 * t * t * (p + d)
+    if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < more)):
         return Path("dense", wide, precision=precision)
     return Path("outer", wide and t > 1, t == 1, precision)
 

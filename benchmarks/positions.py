@@ -1,0 +1,100 @@
+"""Norms and clipped sum of one linear layer against the number of positions T, by both ways and by the one chosen.
+
+    python benchmarks/positions.py [--device cuda] [--out benchmarks/results/positions.json]
+
+Each is a multiple of the plain weight gradient (one matrix product) of the same shape, alternating, medians. `worst` is
+how much slower the chosen way is than the better of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipwise.engine.contributions import Outer, materialise
+from clipwise.engine.products import exact_products, precision_of
+from clipwise.engine.reduce import DenseGrad, OuterGrad, choose_path
+
+SHAPES = {
+    "cpu": [(8, 128, 128), (8, 256, 256), (8, 256, 1024)],
+    "cuda": [(32, 768, 768), (32, 768, 3072), (64, 256, 256)],
+}
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def measured(run: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in run}
+    for number in range(rounds + 2):
+        for name, step in run.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if number > 1:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def row(b: int, p: int, d: int, t: int, device: str, rounds: int) -> dict[str, Any]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    left, right = (torch.randn(b, 1, t, k, device=device).to(dtype) for k in (p, d))
+    weights, keep = torch.rand(b, device=device), torch.ones(b, dtype=torch.bool, device=device)
+    precision = precision_of(left, right)
+    path = choose_path(t, p, d, left.device, precision)
+    use = Outer(left, right)
+
+    def both(grad: OuterGrad | DenseGrad) -> None:
+        grad.squared_norms()
+        grad.weighted_sum(weights, keep)
+
+    run = {
+        "plain": lambda: torch.mm(left.flatten(0, 2).mT, right.flatten(0, 2)),
+        "outer": lambda: both(OuterGrad(use, (p, d), path.wide and path.form == "outer", precision=precision)),
+        "dense": lambda: both(DenseGrad(materialise(use, (p, d)))),
+    }
+    with exact_products(left.device):
+        found = measured(run, rounds, device)
+    ratios = {name: found[name] / found["plain"] for name in ("outer", "dense")}
+    worst = ratios[path.form] / min(ratios.values())
+    return {
+        "b": b,
+        "p": p,
+        "d": d,
+        "t": t,
+        "chosen": path.form,
+        "plain_ms": 1e3 * found["plain"],
+        **ratios,
+        "worst": worst,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows = []
+    for b, p, d in SHAPES[given.device]:
+        for t in LENGTHS:
+            rows.append(row(b, p, d, t, given.device, given.rounds))
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+    print(f"the chosen way is at most {max(r['worst'] for r in rows):.2f} times the better one")
+    if given.out:
+        name = torch.cuda.get_device_name() if given.device == "cuda" else platform.machine()
+        machine = {"torch": torch.__version__, "device": name, "threads": torch.get_num_threads()}
+        given.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
