@@ -1,4 +1,4 @@
-"""python -m experiments data [NAMES] | run NAME | figure NAME | table NAME.
+"""python -m experiments data [NAMES] | run NAME | sweep NAME | figure NAME | table NAME.
 
 A recipe (mnist, fashion_mnist, …) takes `--rule psac auto-s …`, `--seeds 5`, `--device cuda`, `--set lr=2 clip_norm=1`,
 fills what its result file lacks, and can be stopped and started again at any time.
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import coverage, digits, fetch, figures, runs, synthetic, tables
+from . import coverage, digits, fetch, figures, runs, sweeps, synthetic, tables
 from .recipes import RECIPES
 from .results_io import save
 
@@ -29,13 +29,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("data").add_argument("names", nargs="*", choices=[[], *fetch.FETCHED])
-    run = kinds.add_parser("run")
+    run, sweep = kinds.add_parser("run"), kinds.add_parser("sweep")
     run.add_argument("name", choices=[*RUNS, *RECIPES])
+    sweep.add_argument("name", choices=sweeps.SWEEPS)
     run.add_argument("--rule", nargs="+", default=["psac"], help="methods of a recipe")
-    run.add_argument("--seeds", type=int, default=1)
-    run.add_argument("--device", default="cpu")
     run.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings of a recipe")
-    run.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
+    for one in (run, sweep):
+        one.add_argument("--seeds", type=int, default=1)
+        one.add_argument("--device", default="cpu")
+        one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
     kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
     given = parser.parse_args()
@@ -44,6 +46,9 @@ def main() -> None:
         fetch.fetch(given.names)
     elif given.kind == "run" and given.name in RUNS:
         print(save(given.name, RUNS[given.name]()))
+    elif given.kind == "sweep":
+        compiled = given.device != "cpu" if given.compile is None else given.compile
+        sweeps.sweep(given.name, given.seeds, given.device, compiled)
     elif given.kind == "run":
         compiled = given.device != "cpu" if given.compile is None else given.compile
         settings = dict(part.partition("=")[::2] for part in given.set)

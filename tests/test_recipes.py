@@ -143,3 +143,14 @@ def test_tables_compare_seed_by_seed(tmp_path):
 def test_models_take_their_images(build):
     assert build()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     assert models.resnet18(standardised=True)(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_sweeps_are_made_of_known_runs(monkeypatch):
+    points = [point for make in sweeps.SWEEPS.values() for point in make()]
+    assert len(sweeps.heatmap()) == 3 * 6 * 6
+    for recipe, method, settings in points:
+        recipes.METHODS[method](recipes.RECIPES[recipe].changed(settings))
+    called = []
+    monkeypatch.setattr(sweeps, "run", lambda *given: called.append(given))
+    sweeps.sweep("P4", 1, "cpu", False)
+    assert len(called) == 108
