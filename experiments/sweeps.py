@@ -13,7 +13,7 @@ Point = tuple[str, str, dict[str, Any]]  # recipe, method, settings
 
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "psac": ("r", (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)),
+    "psac": ("r", (0.0001, 0.001, 0.01, 0.1, 0.3, 1.0)),
     "auto-s": ("gamma", (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)),
     "abadi": ("clip_norm", (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)),
 }

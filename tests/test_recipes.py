@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import datasets, models, recipes, runs, tables
+from experiments import datasets, models, recipes, runs, sweeps, tables
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
