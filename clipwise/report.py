@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from .plan import Plan
 Points = Sequence[tuple[float, float]]
 
 
-def epsilon_over_steps(plan: Plan, charges: int, points: int = 8) -> list[tuple[float, float]]:
-    """(steps, ε) along the run, never understated."""
+def epsilon_over_steps(plan: Plan, charges: int, looks: int = 0, points: int = 8) -> list[tuple[float, float]]:
+    """(steps, ε) along the run, never understated: evaluations count from the start."""
     at = sorted({round(charges * k / points) for k in range(points + 1)})
-    return [(k, plan.epsilon_at(plan.delta, k, 0) if k else 0.0) for k in at]
+    return [(k, plan.epsilon_at(plan.delta, k, looks) if k or looks else 0.0) for k in at]
 
 
 def write_report(run: str | Path, *, non_private: bool = False) -> Path:
@@ -49,9 +49,9 @@ def page(run: Mapping[str, Any], *, non_private: bool = False) -> str:
     statement, result = run["privacy_statement"], run.get("result", {})
     curves = run.get("curves", {})
     parts = [_verdict(statement), _figures(statement, result)]
-    if len(curves.get("epsilon", [])) > 1:
+    if len(curves.get("epsilon", [])) > 1 and all(math.isfinite(e) for _, e in curves["epsilon"]):
         parts.append(_chart("Privacy spent", "steps", "ε", curves["epsilon"]))
-    if len(set(curves.get("clip_norm", []))) > 1:
+    if len({c for c in curves.get("clip_norm", []) if 0 < c < math.inf}) > 1:
         points = list(enumerate(curves["clip_norm"], start=1))
         parts.append(_chart("Clip norm, from released values", "steps", "C", points, log=True))
     parts += [_mechanism(statement), _several(statement), _lists(statement)]
@@ -91,9 +91,25 @@ def _mechanism(statement: Mapping[str, Any]) -> str:
         if name in left_out or value is None:
             continue
         text = ", ".join(f"{k}: {_number(v)}" for k, v in value.items()) if isinstance(value, dict) else _number(value)
-        text = shown_epsilon(value) if name in ("epsilon", "spent_epsilon") else text  # never rounded down
+        text = _EXACT[name](value) if name in _EXACT else text
         rows.append(f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{escape(text)}</td></tr>")
     return f"<h2>Mechanism</h2><div class=wide><table>{''.join(rows)}</table></div>"
+
+
+def _rounded_down(value: float) -> str:
+    digits = 5 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{math.floor(value * 10.0**digits) / 10.0**digits:g}" if math.isfinite(value) else str(value)
+
+
+# Nothing looks better than it is: ε and δ are not rounded down, and noise is not rounded up.
+_EXACT: dict[str, Callable[[Any], str]] = {
+    "epsilon": shown_epsilon,
+    "spent_epsilon": shown_epsilon,
+    "delta": shown_delta,
+    "noise_multiplier": _rounded_down,
+    "gradient_noise_multiplier": _rounded_down,
+    "threshold_noise_multiplier": _rounded_down,
+}
 
 
 def _number(value: Any) -> str:

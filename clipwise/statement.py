@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ._show import shown_delta
 from .accounting.arithmetic import ROOM, tail_delta
 from .clipping import trainable
 from .errors import CannotCertify
@@ -97,4 +98,4 @@ def _at_several(plan: Plan, ledger: Ledger, arithmetic: float) -> dict[str, floa
     """ε of what was spent, at the plan's δ and at smaller and larger ones that have room for the arithmetic."""
     deltas = {plan.delta * 10.0**k for k in range(-2, 3)}
     fitting = sorted(d for d in deltas if d <= 0.1 and (arithmetic <= ROOM * d or d == plan.delta))
-    return {f"{delta:.3g}": plan.epsilon_at(delta, ledger.charges, ledger.looks) for delta in fitting}
+    return {shown_delta(delta): plan.epsilon_at(delta, ledger.charges, ledger.looks) for delta in fitting}

@@ -40,7 +40,7 @@ ALLOWED = {
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
     "guard": {"errors", "ledger"},
-    "statement": {"accounting", "clipping", "errors", "ledger", "noise", "plan"},
+    "statement": {"_show", "accounting", "clipping", "errors", "ledger", "noise", "plan"},
     "evaluation": BASE | {"batch", "engine", "sampling", "training"},
     "training": BASE
     | {"batch", "clipping", "engine", "guard", "ledger", "noise", "plan", "rules", "sampling", "statement"}

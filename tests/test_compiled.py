@@ -13,7 +13,8 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import errors
-from clipwise.engine.compiled import _traced
+from clipwise.clipping import clip, engine_gradients
+from clipwise.engine.compiled import Compiled, _traced
 from clipwise.engine.static import static
 
 X, Y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
@@ -189,3 +190,46 @@ def test_refusals_of_the_engine_come_through():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     with pytest.raises(errors.CrossExampleOp, match="batch_norm"):
         make(model, compile=True).batches((X, Y))
+
+
+def test_half_precision_norms_are_those_of_the_numbers_that_are_summed():
+    """A fused kernel that kept more digits than it writes would measure other numbers than it sums."""
+
+    class Squashed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(512, 64).bfloat16()
+            nn.init.constant_(self.l.weight, 1e-4)
+            nn.init.constant_(self.l.bias, 0.3)
+
+        def forward(self, x):
+            return torch.tanh(self.l(torch.tanh(x)))
+
+    model, rule, paths = Squashed(), cw.AutoV(), {}
+    groups = rule.groups(["l.weight", "l.bias"])
+
+    def step(data, mask, scale):
+        found = engine_gradients(model, lambda m, b: (m(b[0]) * b[1]).float().sum(1), data, len(mask), paths=paths)
+        return clip(found, rule, scale, groups, mask)
+
+    compiled = Compiled(model, step)
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        x, y = (torch.full((1, k), float(2 * torch.rand((), generator=g))).bfloat16() for k in (512, 64))
+        sums, _ = compiled((x, y), torch.ones(1, dtype=torch.bool), 1.0)
+        assert torch.cat([v.double().flatten() for v in sums.values()]).norm() <= 1 + 4 * 2**-24
+
+
+def test_equal_gradients_of_two_parameters_lie_apart():
+    """Noise is added in place: memory that two sums share would be noised twice, with one noise for both."""
+    lstm = nn.LSTM(4, 3, batch_first=True)  # b_ih and b_hh have the same gradient
+    rule = cw.PSAC()
+    groups = rule.groups([n for n, _ in lstm.named_parameters()])
+
+    def step(data, mask, scale):
+        found = engine_gradients(lstm, lambda m, b: m(b[0])[0].square().sum((1, 2)), data, len(mask))
+        return clip(found, rule, scale, groups, mask)
+
+    sums, _ = Compiled(lstm, step)((torch.randn(3, 2, 4),), torch.ones(3, dtype=torch.bool), 1.0)
+    torch.testing.assert_close(sums["bias_ih_l0"], sums["bias_hh_l0"])
+    assert len({v.data_ptr() for v in sums.values()}) == len(sums)

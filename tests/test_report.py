@@ -90,6 +90,21 @@ def test_epsilon_is_never_rounded_down(folder):
     assert "2.12346" not in text
 
 
+def test_nothing_looks_better_than_it_is(folder):
+    content = json.loads((folder / "report.json").read_text())
+    content["privacy_statement"] |= {"noise_multiplier": 1.23456789, "delta": 1.2345644e-5}
+    text = page(content)
+    assert "1.23456<" in text
+    assert "1.2345644e-05" in text
+    content["curves"] = {"epsilon": [[0, 0.0], [5, float("inf")]], "clip_norm": [float("inf"), float("nan")]}
+    assert "<svg" not in page(content)
+    plan = cw.Plan(
+        noise_multiplier=2.0, delta=1e-5, sampling_prob=0.1, steps=9, expected_batch_size=4, evaluations=3,
+        evaluation_noise=20.0,
+    )  # fmt: skip
+    assert epsilon_over_steps(plan, 9, looks=3)[-1][1] == plan.epsilon_at(1e-5, 9, 3) > plan.epsilon_at(1e-5, 9, 0)
+
+
 def test_the_command(folder, tmp_path):
     (folder / "report.html").unlink()
     done = CliRunner().invoke(app, ["report", str(folder)])

@@ -14,7 +14,9 @@ from test_ops import Module
 from torch import nn
 
 import clipwise as cw
+from clipwise.clipping import engine_gradients
 from clipwise.engine.contributions import Outer
+from clipwise.engine.products import cut
 from clipwise.engine.reduce import OuterGrad, squares
 
 RULES = [cw.PSAC(), cw.AutoS(), cw.AutoV(), cw.Abadi(), cw.Reparam(), cw.Global(), cw.PerLayer(cw.AutoS())]
@@ -157,11 +159,6 @@ def test_without_its_error_term_the_gram_form_would_undercut():
     assert worst > 1.3  # the bare estimate lets more than 1.3·C through here
 
 
-def _cut(x):
-    """To 11 bits, towards zero, as tensor cores take float32."""
-    return (x.view(torch.int32) & -8192).view(torch.float32)
-
-
 def _nearest(x):
     return ((x.view(torch.int32) + 4096) & -8192).view(torch.float32)
 
@@ -189,15 +186,78 @@ def test_norms_cover_the_rounding_of_the_weighted_factor(seed, t, p, d, cancel, 
         grad = OuterGrad(Outer(left, right), (p, d), precision=precision)
         added = [grad.weighted_sum(weights, keep)]
     else:
-        grad = OuterGrad(Outer(_cut(left), _cut(right)), (p, d), precision=precision)
+        left, right = cut(left), cut(right)
+        grad = OuterGrad(Outer(left, right), (p, d), precision=precision)
         sides = (weight, 1.0) if p <= d else (1.0, weight)
         added = [
             torch.einsum("bgtp,bgtd->pd", f(left * sides[0]).double(), f(right * sides[1]).double())
-            for f in (_cut, _nearest)
+            for f in (cut, _nearest)
         ]
     bound = float(grad.squared_norms().sqrt())
     for total in added:
         assert float(total.double().norm()) <= weight * bound * (1 + 1e-6)
+
+
+class Tied(nn.Module):
+    """A table whose two uses nearly cancel: their difference is a few last digits."""
+
+    def __init__(self, words, d):
+        super().__init__()
+        self.table = nn.Embedding(words, d)
+
+    def forward(self, batch):
+        ids, c, z, hot = batch
+        out = nn.functional.linear(z, self.table.weight)
+        return (self.table(ids) * c).sum((1, 2)) - (out * hot).sum((1, 2))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize(("words", "d"), [(4, 4), (16, 24), (64, 64)])
+def test_tied_uses_that_nearly_cancel(rule, words, d):
+    """What one use loses by rounding must be covered though the norm of the two together is tiny."""
+    model = Tied(words, d)
+    ids = torch.tensor([[0, 1]])
+    hot = nn.functional.one_hot(ids, words).float()
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        value, digits = 1 + torch.rand((), generator=g), int(torch.randint(2, 16, (), generator=g))
+        for scale in (1.0, 2.0**22):
+            c, z = torch.zeros(1, 2, d), torch.zeros(1, 2, d)
+            c[0, 0], z[0, 0] = value * scale, (value - digits * 2**-23) * scale
+            out = cw.clipped_sum(model, lambda m, b: m(b), (ids, c, z, hot), rule, 1.0)
+            assert norm(dict(out.grads)) <= out.sensitivity
+
+
+def test_a_longer_example_does_not_change_the_norms_of_the_others():
+    """The way is chosen for one position; then a batch comes that is padded to two."""
+    d, paths = 512, {}
+    model = nn.Linear(d, d, bias=False)
+    loss_fn = lambda m, b: (m(b[0]) * b[1]).sum((1, 2))  # noqa: E731
+
+    def norms(x, y):
+        return engine_gradients(model, loss_fn, (x, y), len(x), paths=paths).norms([["weight"]])[:, 0]
+
+    x, y = torch.randn(6, 1, d), torch.randn(6, 1, d)
+    short = norms(x, y)
+    assert paths["weight"].single
+    padded = [nn.functional.pad(v, (0, 0, 0, 1)) for v in (x, y)]
+    for v in padded:
+        v[5, 1] = 0.1
+    long = norms(*padded)
+    torch.testing.assert_close(long[:5], short[:5], rtol=1e-12, atol=0)
+    truth = torch.einsum("btp,btd->bpd", padded[1].double(), padded[0].double()).flatten(1).norm(dim=1)
+    assert (long >= truth * (1 - 1e-12)).all()
+
+
+def test_long_sums_are_made_of_parts():
+    """One chain of all positions would round more than the room for it."""
+    g = torch.Generator().manual_seed(0)
+    left, right = torch.randn(40, 1, 500, 12, generator=g), torch.randn(40, 1, 500, 9, generator=g)
+    weights, keep = torch.rand(40, generator=g), torch.arange(40) % 7 != 3
+    found = OuterGrad(Outer(left, right), (12, 9)).weighted_sum(weights, keep)
+    kept = (weights * keep).double()
+    truth = torch.einsum("b,bgtp,bgtd->pd", kept, left.double(), right.double())
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-3)
 
 
 def test_the_room_for_rounded_factors_is_small():

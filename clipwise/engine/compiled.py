@@ -89,7 +89,8 @@ class Compiled:
         graph = _traced(flat, (*given, mask, threshold))
         from .same_work import SameWork
 
-        options: Any = {"post_grad_custom_pre_pass": SameWork()}
+        # what a fused kernel keeps in registers is rounded as if it were written: norms are those of the numbers summed
+        options: Any = {"post_grad_custom_pre_pass": SameWork(), "emulate_precision_casts": True}
         if mask.device.type == "cuda":  # convolutions laid out as in ordinary training
             options["force_layout_optimization"] = True
         backend: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)

@@ -1,9 +1,9 @@
 """Norms of Σ_t l_t ⊗ r_t without making it: from inner products of positions, as an upper bound.
 
 G = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels. Its error is at most κ·u·ρ² with ρ = Σ_t ‖l_t‖‖r_t‖ and κ = p + d + 64 (chunks of
-1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor that is rounded when it takes its
-weight (errors e_l, e_r: products.py) moves the sum by at most e_l·‖L‖_F‖R‖₂ + e_r·‖R‖_F‖L‖₂, and by (e_l + e_r)·ρ; a
-largest singular value is at most (Σ_ts ⟨l_t, l_s⟩²)^¼.
+1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor L that is rounded when it takes
+its weight (relative error e: products.py) moves the sum by at most e·‖L‖_F‖R‖₂, and by e·ρ; a largest singular value
+is at most (Σ_ts ⟨r_t, r_s⟩²)^¼.
 
     n̂ = √(max(G, 0) + κ·u·ρ² + underflow) + (t + 4)·u·ρ + rounded        (docs/engine.md)
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._types import unit_roundoff
 from .contributions import Outer
-from .products import FACTOR_ERRORS, Precision, product
+from .products import WEIGHTED_ERROR, Precision, product
 
 _LONG = 1024  # inner products longer than this are cut
 _FEW = 32  # positions, up to which the T×T matrices are smaller than a tile of the fused kernel
@@ -54,9 +54,8 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
     left, right = uses.left, uses.right
     size, groups, t, p = left.shape
     d, info = right.shape[3], torch.finfo(dtype)
-    # tensor cores cut where others round, which is twice as much
-    kappa = min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64
-    error = (1 if precision == "exact" else 2) * kappa * unit_roundoff(dtype)
+    cuts = 1 if precision == "exact" else 2  # tensor cores cut where others round, which is twice as much
+    error = cuts * (min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64) * unit_roundoff(dtype)
     if precision != "exact" and left.device.type == "cuda" and t > _FEW:
         sums, squares = torch.ops.clipwise.gram(left.contiguous(), right.contiguous(), precision == "tf32")
         total, spread_left, spread_right = sums.reshape(3, size, groups).unbind(0)
@@ -76,18 +75,16 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
     used = ((diagonals[0] != 0) & (diagonals[1] != 0)).sum((1, 2)).double()
     rounded: Tensor | float = 0.0
     if precision != "exact":
-        errors = FACTOR_ERRORS[precision] if p <= d else FACTOR_ERRORS[precision][::-1]
-        rounded = _rounded(norms, (spread_left, spread_right), errors, error)
-    return Gram(total.sum(1), norms[0], norms[1], lost, used, error, unit_roundoff(dtype), rounded)
+        spread = spread_right if p <= d else spread_left  # of the side that does not take the weights
+        rounded = WEIGHTED_ERROR[precision] * _moved(norms if p <= d else norms[::-1], spread, error)
+    return Gram(total.sum(1), norms[0], norms[1], lost, used, error, cuts * unit_roundoff(dtype), rounded)
 
 
-def _rounded(norms: Sequence[Tensor], spreads: Sequence[Tensor], errors: tuple[float, float], error: float) -> Tensor:
-    """What relative errors of the factors' entries can move their product by [b]."""
-    whole = [x.square().sum(2).sqrt() for x in norms]  # ‖·‖_F, [b, g]
-    largest = [(s.sqrt() + error * f.square()).sqrt() for s, f in zip(spreads, whole, strict=True)]  # ‖·‖₂
-    moved = [e * f * s for e, f, s in zip(errors, whole, reversed(largest), strict=True) if e]
-    reach = (norms[0] * norms[1]).sum((1, 2))
-    return torch.minimum(torch.stack(moved).sum((0, 2)), sum(errors) * reach)
+def _moved(norms: Sequence[Tensor], spread: Tensor, error: float) -> Tensor:
+    """How far the product moves [b] if every entry of its first factor does by its own size at most."""
+    whole, other = (x.square().sum(2).sqrt() for x in norms)  # ‖·‖_F, [b, g]
+    largest = (spread.sqrt() + error * other.square()).sqrt()  # ‖·‖₂
+    return torch.minimum((whole * largest).sum(1), (norms[0] * norms[1]).sum((1, 2)))
 
 
 def _products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:

@@ -37,8 +37,8 @@ def _gram(
     left, right, sums, squares, positions, p, d, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):
     """One pair of tiles (i ≤ j) of one example: Σ a·b, Σ a², Σ b²; and, for i = j, the diagonals."""
-    pair, example = tl.program_id(0), tl.program_id(1)
-    pairs, examples = tl.num_programs(0), tl.num_programs(1)
+    example, pair = tl.program_id(0), tl.program_id(1)
+    examples, pairs = tl.num_programs(0), tl.num_programs(1)
     i, j = 0, pair
     while j >= tiles - i:
         j -= tiles - i
@@ -75,7 +75,7 @@ def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
     pairs = tiles * (tiles + 1) // 2
     sums = torch.empty(3, b * g, pairs, dtype=torch.float64, device=left.device)
     squares = torch.empty(2, b, g, t, dtype=torch.float32, device=left.device)
-    _gram[(pairs, b * g)](
+    _gram[(b * g, pairs)](
         _blocks(left, _TILE, depth),
         _blocks(right, _TILE, depth),
         sums,
@@ -95,8 +95,8 @@ def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _column_sums(x, out, positions, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    example = tl.program_id(1).to(tl.int64)
-    n, t = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    example = tl.program_id(0).to(tl.int64)
+    n, t = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in range(0, positions, ROWS):
         inside = (k + t < positions)[:, None] & (n < p)[None, :]
@@ -108,15 +108,15 @@ def column_sums(x: Tensor) -> Tensor:
     """[b, t, p] summed over t in float32."""
     b, t, p = x.shape
     out = torch.empty(b, p, dtype=torch.float32, device=x.device)
-    _column_sums[(triton.cdiv(p, 128), b)](x, out, t, p, 32, 128, num_warps=4)
+    _column_sums[(b, triton.cdiv(p, 128))](x, out, t, p, 32, 128, num_warps=4)
     return out
 
 
 @triton.jit
 def _drop_rows(x, keep, length, BLOCK: tl.constexpr):
-    example = tl.program_id(1).to(tl.int64)
+    example = tl.program_id(0).to(tl.int64)
     if tl.load(keep + example) == 0:
-        for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+        for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
             here = start + tl.arange(0, BLOCK)
             tl.store(x + example * length + here, tl.zeros([BLOCK], x.dtype.element_ty), here < length)
 
@@ -125,4 +125,4 @@ def drop_rows(x: Tensor, keep: Tensor) -> None:
     """Zeros, in place, where `keep` is false along the first axis; the rest is not touched."""
     length = x.numel() // max(len(x), 1)
     if length:
-        _drop_rows[(min(16, triton.cdiv(length, 1024)), len(x))](x, keep.to(torch.uint8), length, 1024)
+        _drop_rows[(len(x), min(16, triton.cdiv(length, 1024)))](x, keep.to(torch.uint8), length, 1024)

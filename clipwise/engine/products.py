@@ -4,15 +4,15 @@
 |---|---|---|---|
 | exact | float32 or float64, as they are | the same | everywhere |
 | bfloat16 | bfloat16, as they are: their products are exact in float32 | float32 | tensor cores |
-| tf32 | float32, cut to 11 bits by the device | float32 | tensor cores, if the user allows TF32 |
+| tf32 | float32, cut to 11 bits beforehand: every kernel multiplies the same numbers | float32 | tensor cores |
 
 A sum Σ w·l⊗r takes its weights on one factor. That factor is rounded to what the product takes, and so differs from the
-one whose norm was taken; `FACTOR_ERRORS` says by how much at most, and the norm's bound grows by it (gram.py).
+one whose norm was taken; `WEIGHTED_ERROR` says by how much at most, and the norm's bound grows by it (gram.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -24,14 +24,8 @@ from .static import is_static
 
 Precision = Literal["exact", "bfloat16", "tf32"]
 
-# Relative errors of the factor with the weights and of the other one, in the sum against the norm, a little rounded up.
-# bfloat16: one rounding, 2⁻⁸. TF32: nothing is assumed of how the device cuts but that it is off by at most 2⁻¹⁰, once
-# in the norm and once in the sum.
-FACTOR_ERRORS: dict[Precision, tuple[float, float]] = {
-    "exact": (0.0, 0.0),
-    "bfloat16": (3.92e-3, 0.0),
-    "tf32": (2e-3, 2e-3),
-}
+# Relative error of an entry of the factor that takes the weights, a little rounded up: 2⁻⁸, and 2⁻¹⁰ however it is cut.
+WEIGHTED_ERROR: dict[Precision, float] = {"exact": 0.0, "bfloat16": 3.92e-3, "tf32": 9.8e-4}
 
 
 def precision_of(left: Tensor, right: Tensor) -> Precision:
@@ -42,6 +36,11 @@ def precision_of(left: Tensor, right: Tensor) -> Precision:
         return "bfloat16"
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if left.dtype == torch.float32 and allowed else "exact"
+
+
+def cut(x: Tensor) -> Tensor:
+    """To the 11 bits that TF32 keeps."""
+    return (x.view(torch.int32) & -(2**13)).view(torch.float32)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype, precision: Precision = "exact") -> Tensor:
@@ -87,12 +86,14 @@ def kept_product(
 ) -> Tensor:
     """Σ l⊗r over positions and the kept examples [g, p, d], from left [b, g, t, p] and right [b, g, t, d].
 
-    `own` says which of them nobody reads any more but such products: their dropped rows may be overwritten.
+    `own` says which of them were copied for us: on a GPU their dropped rows are overwritten, which saves a copy.
     """
-    if left.device.type == "cuda" and dtype == torch.float32:
+    cuda = left.device.type == "cuda" and dtype == torch.float32
+    left, right = (x if cuda and mine else select(x, keep) for x, mine in zip((left, right), own, strict=True))
+    if cuda:
         found: Tensor = torch.ops.clipwise.kept_product(left, right, keep, precision, *own)
         return found
-    left, right = (_rows(select(x, keep)) for x in (left, right))
+    left, right = _rows(left), _rows(right)
     return product(left.mT, right, dtype, precision).reshape(-1, left.shape[-1], right.shape[-1])
 
 
@@ -104,12 +105,6 @@ def _rows(x: Tensor) -> Tensor:
 def aligned(x: Tensor, to: int = 8) -> Tensor:
     """The last axis padded with zeros to a multiple of `to`: products of other lengths take slow ways."""
     return F.pad(x, (0, -x.shape[-1] % to)) if x.shape[-1] % to else x
-
-
-def made_beside(held: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Whether a tensor lies in other memory than these: the batch, parameters and buffers are not ours to write to."""
-    outside = {x.untyped_storage()._cdata for x in held}
-    return lambda x: x.untyped_storage()._cdata not in outside
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -152,7 +147,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op(
     "clipwise::kept_product",
-    mutates_args=(),  # of rows that are dropped everywhere, and that nobody reads any more: nothing to keep track of
+    mutates_args=(),  # but for rows of copies that were made for this product alone, of examples that are dropped
     schema="(Tensor left, Tensor right, Tensor keep, str precision, bool own_left, bool own_right) -> Tensor",
 )
 def _kept_product(
@@ -160,14 +155,10 @@ def _kept_product(
 ) -> Tensor:
     from .kernels_cuda import drop_rows
 
-    factors = []
     for x, own in ((left, own_left), (right, own_right)):
-        if own and x.is_contiguous():
+        if own:
             drop_rows(x, keep)
-            factors.append(_rows(x))
-        else:
-            factors.append(_rows(select(x, keep)))
-    made = product(factors[0].mT, factors[1], torch.float32, precision)
+    made = product(_rows(left).mT, _rows(right), torch.float32, precision)
     return made.reshape(-1, left.shape[3], right.shape[3])
 
 

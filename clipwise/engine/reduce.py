@@ -10,8 +10,8 @@ taken (its `Path`) is fixed once per parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from .._types import sum_dtype
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
 from .gram import Gram, gram
-from .products import FACTOR_ERRORS, Precision, aligned, kept_product, precision_of, product, select
+from .products import WEIGHTED_ERROR, Precision, aligned, cut, kept_product, precision_of, product, select
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
+_ROWS = 2**13  # examples × positions of one product: how its sum rounds grows with its length
 
 
 class Reduced(Protocol):
@@ -43,7 +44,6 @@ class Path:
     form: Literal["dense", "outer"]
     wide: bool  # outer: products and sums in float64
     single: bool = False  # outer: one position, so that n = ‖l‖‖r‖
-    precision: Precision = "exact"  # outer: of products
 
 
 Paths = dict[str, Path]
@@ -117,29 +117,38 @@ class OuterGrad:
 
     def squared_norms(self) -> Tensor:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
+        if not self.single:
+            return self.gram().bound()
         left, right = self.uses.left, self.uses.right
-        if self.single and left.shape[2] == 1:
-            lost = 1 + sum(FACTOR_ERRORS[self.precision])
-            return (squares(left, 3) * squares(right, 3)).sum((1, 2)) * lost**2
-        return self.gram().bound()
+        product_of_norms = squares(left, 3) * squares(right, 3)  # [b, g, t]
+        one = product_of_norms.sum((1, 2)) * (1 + WEIGHTED_ERROR[self.precision]) ** 2
+        if left.shape[2] == 1:
+            return one
+        used = ((left != 0).any(3) & (right != 0).any(3)).any(1).sum(1)  # a longer example must not change the others
+        return torch.where(used <= 1, one, self.gram().bound())
 
     def gram(self) -> Gram:
         """What the norm is made of."""
         return gram(self.uses, self.dtype, self.precision)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
-        """Weights on the smaller side, then one product over all examples and positions."""
+        """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
         left, right, own = self.uses.left, self.uses.right, self.own
         if left.shape[3] <= right.shape[3]:
             left, own = self._weighted(left, weights, keep), (True, own[1])
         else:
             right, own = self._weighted(right, weights, keep), (own[0], True)
-        total = kept_product(left, right, keep, self.dtype, self.precision, own)
+        total, rows = None, max(1, _ROWS // left.shape[2])
+        for i in range(0, len(left), rows):
+            part = slice(i, i + rows)
+            found = kept_product(left[part], right[part], keep[part], self.dtype, self.precision, own)
+            total = found if total is None else total + found
+        assert total is not None
         p, d = self.sides or total.shape[1:]
         return total[:, :p, :d].reshape(self.shape)
 
     def _weighted(self, x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
-        """The factor with the weights, as narrow as products take it: FACTOR_ERRORS covers that."""
+        """The factor with the weights, as narrow as products take it: WEIGHTED_ERROR covers that."""
         scaled = _scaled(x.to(self.dtype), weights, keep)
         return scaled.to(torch.bfloat16) if self.precision == "bfloat16" else scaled
 
@@ -157,9 +166,10 @@ class RowsGrad:
 
     def weighted_sum(self, weights: Tensor, keep: Tensor, onto: Tensor | None = None) -> Tensor:
         """Scatter the weighted rows, onto zeros or another sum."""
-        rows = _scaled(self.uses.rows, weights, keep)
+        rows = self.uses.rows
         table = rows.new_zeros(self.shape) if onto is None else onto
-        return table.index_add_(0, self.uses.index.flatten(), rows.flatten(0, 1).to(table.dtype))
+        rows = _scaled(rows.to(table.dtype), weights, keep)
+        return table.index_add_(0, self.uses.index.flatten(), rows.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ class TiedGrad:
         return self.rows.weighted_sum(weights, keep, self.outer.weighted_sum(weights, keep))
 
 
-def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
+def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
     """From shapes alone, and once per parameter.
 
     Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
@@ -196,8 +206,8 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
     more = 4 * t * t * (p + d) + t * p * d if wide else 2 * t * t * (p + d)
     if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < more)):
-        return Path("dense", wide, precision=precision)
-    return Path("outer", wide and t > 1, t == 1, precision)
+        return Path("dense", wide)
+    return Path("outer", wide and t > 1, t == 1)
 
 
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
@@ -206,14 +216,10 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
     return g, t, p, use.width if isinstance(use, Unfolded) else use.right.shape[3]
 
 
-def reduce_uses(
-    uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths, owns: Callable[[Tensor], bool]
-) -> Reduced:
-    """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken.
-
-    `owns` tells whether a tensor may be written to: nobody else will read it.
-    """
+def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
+    """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
+    uses = [_as_multiplied(u) if isinstance(u, (Outer, Unfolded)) else u for u in uses]
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
     sides = [_sides(u) for u in products]
@@ -222,11 +228,9 @@ def reduce_uses(
             return RowsGrad(merge_rows(rows), shape)
         groups, _, p, d = sides[0]
         if name not in paths:
-            first = products[0]
-            precision = precision_of(first.left, first.input if isinstance(first, Unfolded) else first.right)
-            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, first.left.device, precision)
+            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, products[0].left.device)
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
-            grad = _outer(products, shape, (p, d), paths[name], owns)
+            grad = _outer(products, shape, (p, d), paths[name])
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     if len(uses) == 1 and isinstance(uses[0], Unfolded):
         seen: list[Tensor] = []
@@ -238,15 +242,25 @@ def reduce_uses(
     return DenseGrad(total)
 
 
-def _outer(
-    uses: Sequence[Outer | Unfolded],
-    shape: tuple[int, ...],
-    sides: tuple[int, int],
-    path: Path,
-    owns: Callable[[Tensor], bool],
-) -> OuterGrad:
+def _as_multiplied(use: Outer | Unfolded) -> Outer | Unfolded:
+    """TF32 factors are cut once, here: no kernel that one batch or another picks can then cut them otherwise."""
+    if precision_of(use.left, _right(use)) != "tf32":
+        return use
+    if isinstance(use, Unfolded):
+        return replace(use, left=cut(use.left), input=cut(use.input))
+    return Outer(cut(use.left), cut(use.right))
+
+
+def _right(use: Outer | Unfolded) -> Tensor:
+    return use.input if isinstance(use, Unfolded) else use.right
+
+
+def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], sides: tuple[int, int], path: Path) -> OuterGrad:
+    precision = precision_of(uses[0].left, _right(uses[0]))
     merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in uses])
-    if path.precision == "exact":
+    if precision == "exact":
         return OuterGrad(merged, shape, path.wide, path.single)
     lined = Outer(aligned(merged.left), aligned(merged.right))
-    return OuterGrad(lined, shape, path.wide, path.single, path.precision, (owns(lined.left), owns(lined.right)), sides)
+    copied = precision == "tf32" or len(uses) > 1  # else the tensor may be the model's, or the user's
+    own = (copied or lined.left is not merged.left, copied or lined.right is not merged.right)
+    return OuterGrad(lined, shape, path.wide, path.single, precision, own, sides)

@@ -39,8 +39,9 @@ def _pure(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target.__module__ == "_operator"
+    known = node.target.namespace in ("aten", "prims", "clipwise")  # others may draw without saying so
     random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not random and not node.target._schema.is_mutable and "empty" not in node.target._schema.name
+    return known and not random and not node.target._schema.is_mutable and "empty" not in node.target._schema.name
 
 
 def _key(x: Any) -> Any:
@@ -49,4 +50,4 @@ def _key(x: Any) -> Any:
         return (type(x).__name__, *(_key(y) for y in x))
     if isinstance(x, dict):
         return tuple((k, _key(v)) for k, v in sorted(x.items()))
-    return (type(x).__name__, repr(x)) if isinstance(x, (bool, int, float, str)) else x
+    return (type(x).__name__, repr(x)) if isinstance(x, (bool, int, float, complex, str, slice)) else x

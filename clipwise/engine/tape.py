@@ -30,7 +30,7 @@ from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
-from .products import exact_products, made_beside
+from .products import exact_products
 from .recompute import no_recompute
 from .reduce import Paths, Reduced, reduce_uses
 from .rows import no_complex, spread_rows
@@ -66,7 +66,6 @@ class Tape(TorchFunctionMode):
         self._anchor: dict[torch.device, Tensor] = {}
         self._blind: set[str] = set()  # parameters that met data under no_grad
         self._once: list[Any] = []
-        self._owns = made_beside((*tensors(data), *model.parameters(), *model.buffers()))
         self._seen = Seen(size)
         self._seen.mark(data)
 
@@ -351,7 +350,7 @@ class Tape(TorchFunctionMode):
             for name in names:
                 left[name] -= 1
                 if left[name] == 0 and name in uses:
-                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape, name, self._paths, self._owns)
+                    reduced[name] = reduce_uses(uses.pop(name), parameters[name].shape, name, self._paths)
 
         for i in reversed(range(len(grads))):
             record, grad = self._records.pop(), grads[i]

@@ -137,7 +137,10 @@ def train_digits(
 
 
 def _write_report(path: Path, result: RunResult, training: PrivateTraining, clip_norms: list[float]) -> None:
-    curves = {"epsilon": epsilon_over_steps(training.plan, training.ledger.charges), "clip_norm": clip_norms}
+    curves = {
+        "epsilon": epsilon_over_steps(training.plan, training.ledger.charges, training.ledger.looks),
+        "clip_norm": clip_norms,
+    }
     content: dict[str, Any] = {
         "title": "Digits, trained privately",
         "result": asdict(result),
