@@ -81,12 +81,7 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
     if isinstance(use, Dense):
         return _wide(use.grad).reshape(len(use.grad), *shape)
     if isinstance(use, Unfolded):
-        made = []
-        for part in use.parts():
-            made.append(_product(part))
-            if look is not None:
-                look(made[-1])
-        grad = made[0] if len(made) == 1 else torch.cat(made)
+        grad = _unfolded(use, look)
         return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2).reshape(-1, *shape)
     if isinstance(use, Outer):
         return _product(use).reshape(len(use.left), *shape)
@@ -95,6 +90,25 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
     offset = torch.arange(size, device=rows.device)[:, None] * shape[0]
     table = rows.new_zeros(size * shape[0], rows.shape[1])
     return table.index_add_(0, (use.index + offset).flatten(), rows).reshape(size, *shape)
+
+
+def _unfolded(use: Unfolded, look: Callable[[Tensor], None] | None) -> Tensor:
+    """[b, g, p, d], a few examples at a time: on a CPU straight to where it stays."""
+    size, groups, _, side = use.left.shape
+    shape, dtype = (size, groups, side, use.width), sum_dtype(use.left.dtype)
+    whole = torch.empty(shape, dtype=dtype) if use.left.device.type == "cpu" else None
+    done, made = 0, []
+    for part in use.parts():
+        if whole is None:
+            made.append(_product(part))
+        else:
+            made.append(whole[done : done + len(part.left)])
+            left, right = (_wide(x).flatten(0, 1) for x in (part.left, part.right))
+            torch.bmm(left.mT, right, out=made[-1].flatten(0, 1))
+        if look is not None:
+            look(made[-1])
+        done += len(part.left)
+    return whole if whole is not None else made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _product(use: Outer) -> Tensor:
