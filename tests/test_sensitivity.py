@@ -15,9 +15,10 @@ from torch import nn
 
 import clipwise as cw
 from clipwise.clipping import engine_gradients
+from clipwise.engine import reduce
 from clipwise.engine.contributions import Outer
 from clipwise.engine.products import cut
-from clipwise.engine.reduce import OuterGrad, squares
+from clipwise.engine.reduce import OuterGrad, reduce_uses, squares
 
 RULES = [cw.PSAC(), cw.AutoS(), cw.AutoV(), cw.Abadi(), cw.Reparam(), cw.Global(), cw.PerLayer(cw.AutoS())]
 T, D = 64, 6
@@ -247,6 +248,17 @@ def test_a_longer_example_does_not_change_the_norms_of_the_others():
     torch.testing.assert_close(long[:5], short[:5], rtol=1e-12, atol=0)
     truth = torch.einsum("btp,btd->bpd", padded[1].double(), padded[0].double()).flatten(1).norm(dim=1)
     assert (long >= truth * (1 - 1e-12)).all()
+
+
+def test_the_preflights_float64_copy_does_not_decide_the_precision_of_a_run(monkeypatch):
+    """It fixes the path; what the device multiplies by is decided where the real factors are."""
+    paths = {}
+    wide, half = (
+        Outer(*(torch.randn(2, 1, 4, 300, dtype=t) for _ in range(2))) for t in (torch.float64, torch.bfloat16)
+    )
+    assert reduce_uses([wide], (300, 300), "w", paths).precision == "exact"
+    monkeypatch.setattr(reduce, "precision_of", lambda left, right: "bfloat16")
+    assert reduce_uses([half], (300, 300), "w", paths).precision == "bfloat16"
 
 
 def test_long_sums_are_made_of_parts():
