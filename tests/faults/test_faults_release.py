@@ -37,7 +37,8 @@ def test_39_nothing_private_is_shown(tmp_path, capfd):
     small = plan(sampling_prob=0.1, expected_batch_size=150, steps=3)
     digits.train_digits(small, out=tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert set(report) == {"result", "privacy_statement"}
+    assert set(report) == {"title", "result", "privacy_statement", "curves"}
+    assert set(report["curves"]) == {"epsilon", "clip_norm"}  # of public numbers, and of released values
     assert set(report["result"]) == {"test_accuracy", "test_size", "epsilon", "delta", "steps", "seconds", "report"}
 
 
