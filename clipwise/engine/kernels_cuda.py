@@ -1,4 +1,4 @@
-"""Triton kernels: Gram sums that never write a T×T matrix, sums over positions, and dropping examples.
+"""Triton kernels: Gram sums that never write a T×T matrix, and sums over positions.
 
 Imported on a GPU only, by the ops of products.py.
 """
@@ -110,19 +110,3 @@ def column_sums(x: Tensor) -> Tensor:
     out = torch.empty(b, p, dtype=torch.float32, device=x.device)
     _column_sums[(b, triton.cdiv(p, 128))](x, out, t, p, 32, 128, num_warps=4)
     return out
-
-
-@triton.jit
-def _drop_rows(x, keep, length, BLOCK: tl.constexpr):
-    example = tl.program_id(0).to(tl.int64)
-    if tl.load(keep + example) == 0:
-        for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-            here = start + tl.arange(0, BLOCK)
-            tl.store(x + example * length + here, tl.zeros([BLOCK], x.dtype.element_ty), here < length)
-
-
-def drop_rows(x: Tensor, keep: Tensor) -> None:
-    """Zeros, in place, where `keep` is false along the first axis; the rest is not touched."""
-    length = x.numel() // max(len(x), 1)
-    if length:
-        _drop_rows[(len(x), min(16, triton.cdiv(length, 1024)))](x, keep.to(torch.uint8), length, 1024)

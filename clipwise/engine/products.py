@@ -81,27 +81,6 @@ def select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
     return x.index_fill_(0, dropped, 0) if own else x.index_fill(0, dropped, 0)
 
 
-def kept_product(
-    left: Tensor, right: Tensor, keep: Tensor, dtype: torch.dtype, precision: Precision, own: tuple[bool, bool]
-) -> Tensor:
-    """Σ l⊗r over positions and the kept examples [g, p, d], from left [b, g, t, p] and right [b, g, t, d].
-
-    `own` says which of them were copied for us: on a GPU their dropped rows are overwritten, which saves a copy.
-    """
-    cuda = left.device.type == "cuda" and dtype == torch.float32
-    left, right = (x if cuda and mine else select(x, keep) for x, mine in zip((left, right), own, strict=True))
-    if cuda:
-        found: Tensor = torch.ops.clipwise.kept_product(left, right, keep, precision, *own)
-        return found
-    left, right = _rows(left), _rows(right)
-    return product(left.mT, right, dtype, precision).reshape(-1, left.shape[-1], right.shape[-1])
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[b·t, ·], or [g, b·t, ·] for several groups."""
-    return x.flatten(0, 2) if x.shape[1] == 1 else x.transpose(0, 1).flatten(1, 2)
-
-
 def aligned(x: Tensor, to: int = 8) -> Tensor:
     """The last axis padded with zeros to a multiple of `to`: products of other lengths take slow ways."""
     return F.pad(x, (0, -x.shape[-1] % to)) if x.shape[-1] % to else x
@@ -143,28 +122,6 @@ def _column_sums(x: Tensor) -> Tensor:
 @_column_sums.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "clipwise::kept_product",
-    mutates_args=(),  # but for rows of copies that were made for this product alone, of examples that are dropped
-    schema="(Tensor left, Tensor right, Tensor keep, str precision, bool own_left, bool own_right) -> Tensor",
-)
-def _kept_product(
-    left: Tensor, right: Tensor, keep: Tensor, precision: Precision, own_left: bool, own_right: bool
-) -> Tensor:
-    from .kernels_cuda import drop_rows
-
-    for x, own in ((left, own_left), (right, own_right)):
-        if own:
-            drop_rows(x, keep)
-    made = product(_rows(left).mT, _rows(right), torch.float32, precision)
-    return made.reshape(-1, left.shape[3], right.shape[3])
-
-
-@_kept_product.register_fake
-def _(left: Tensor, right: Tensor, keep: Tensor, precision: Precision, own_left: bool, own_right: bool) -> Tensor:
-    return left.new_empty(left.shape[1], left.shape[3], right.shape[3], dtype=torch.float32)
 
 
 @torch.library.custom_op(

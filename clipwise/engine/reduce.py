@@ -10,6 +10,7 @@ taken (its `Path`) is fixed once per parameter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor
 from .._types import sum_dtype
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
 from .gram import Gram, gram
-from .products import WEIGHTED_ERROR, Precision, aligned, cut, kept_product, precision_of, product, select
+from .products import WEIGHTED_ERROR, Precision, aligned, cut, precision_of, product, select
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
@@ -107,7 +108,6 @@ class OuterGrad:
     wide: bool = False  # in float64
     single: bool = False  # ‖l‖‖r‖ while there is one position
     precision: Precision = "exact"
-    own: tuple[bool, bool] = (False, False)  # whether nobody else reads left and right any more
     sides: tuple[int, int] | None = None  # p and d, where left and right are padded
 
     @property
@@ -133,24 +133,28 @@ class OuterGrad:
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
-        left, right, own = self.uses.left, self.uses.right, self.own
+        left, right = self.uses.left, self.uses.right
         if left.shape[3] <= right.shape[3]:
-            left, own = self._weighted(left, weights, keep), (True, own[1])
+            left, right = self._weighted(left, weights, keep), select(right, keep)
         else:
-            right, own = self._weighted(right, weights, keep), (own[0], True)
-        total, rows = None, max(1, _ROWS // left.shape[2])
+            left, right = select(left, keep), self._weighted(right, weights, keep)
+        rows, parts = max(1, _ROWS // left.shape[2]), []
         for i in range(0, len(left), rows):
-            part = slice(i, i + rows)
-            found = kept_product(left[part], right[part], keep[part], self.dtype, self.precision, own)
-            total = found if total is None else total + found
-        assert total is not None
-        p, d = self.sides or total.shape[1:]
-        return total[:, :p, :d].reshape(self.shape)
+            factors = (_all_rows(x[i : i + rows]) for x in (left, right))
+            parts.append(product(next(factors).mT, next(factors), self.dtype, self.precision))
+        total = functools.reduce(torch.add, parts)
+        p, d = self.sides or total.shape[-2:]
+        return total[..., :p, :d].reshape(self.shape)
 
     def _weighted(self, x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
         """The factor with the weights, as narrow as products take it: WEIGHTED_ERROR covers that."""
         scaled = _scaled(x.to(self.dtype), weights, keep)
         return scaled.to(torch.bfloat16) if self.precision == "bfloat16" else scaled
+
+
+def _all_rows(x: Tensor) -> Tensor:
+    """[b, g, t, ·] as [b·t, ·], or [g, b·t, ·] for several groups."""
+    return x.flatten(0, 2) if x.shape[1] == 1 else x.transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class TiedGrad:
         picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)).double()  # [b, s, t]
         cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2))
         found, own = self.outer.gram(), rows.square().sum((1, 2))
-        more = own + 2 * cross + 2 * found.rounded * own.sqrt()  # ⟨E, H⟩ of factors that are not rounded yet
+        more = own + 2 * cross
         reach = squares(self.rows.uses.rows, 2).sqrt().sum(1)
         return found.bound((more, reach, (rows != 0).any(2).sum(1)))
 
@@ -261,6 +265,4 @@ def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], sides: tupl
     if precision == "exact":
         return OuterGrad(merged, shape, path.wide, path.single)
     lined = Outer(aligned(merged.left), aligned(merged.right))
-    copied = precision == "tf32" or len(uses) > 1  # else the tensor may be the model's, or the user's
-    own = (copied or lined.left is not merged.left, copied or lined.right is not merged.right)
-    return OuterGrad(lined, shape, path.wide, path.single, precision, own, sides)
+    return OuterGrad(lined, shape, path.wide, path.single, precision, sides)
