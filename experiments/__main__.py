@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from . import coverage, digits, fetch, figures, runs, sweeps, synthetic, tables
 from .recipes import RECIPES
-from .results_io import save
+from .results_io import RESULTS, save
 
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "percentiles": synthetic.percentiles,
@@ -37,6 +38,8 @@ def main() -> None:
     for one in (run, sweep):
         one.add_argument("--seeds", type=int, default=1)
         one.add_argument("--device", default="cpu")
+        one.add_argument("--jobs", type=int, default=1, help="runs at the same time, on one device")
+        one.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
         one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
     kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
@@ -46,13 +49,14 @@ def main() -> None:
         fetch.fetch(given.names)
     elif given.kind == "run" and given.name in RUNS:
         print(save(given.name, RUNS[given.name]()))
-    elif given.kind == "sweep":
+    elif given.kind in ("run", "sweep"):
         compiled = given.device != "cpu" if given.compile is None else given.compile
-        sweeps.sweep(given.name, given.seeds, given.device, compiled)
-    elif given.kind == "run":
-        compiled = given.device != "cpu" if given.compile is None else given.compile
-        settings = dict(part.partition("=")[::2] for part in given.set)
-        print(runs.run(given.name, given.rule, given.seeds, given.device, settings, compiled))
+        if given.kind == "sweep":
+            jobs = sweeps.sweep(given.name, given.seeds, given.device, compiled)
+        else:
+            settings = dict(part.partition("=")[::2] for part in given.set)
+            jobs = runs.jobs_of(given.name, given.rule, given.seeds, given.device, settings, compiled)
+        runs.run(jobs, given.jobs, given.results)
     elif given.kind == "figure":
         print(*figures.draw(given.name), sep="\n")
     else:

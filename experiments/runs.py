@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from .results_io import RESULTS, load, save
 
 
 def _commit() -> str | None:
-    """Of the code that ran; None outside a checkout."""
+    """Of the code that ran, from the environment or the checkout; None outside of both."""
+    if named := os.environ.get("CLIPWISE_COMMIT"):
+        return named
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
@@ -30,30 +36,60 @@ def rows_of(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     return list(load(name, folder)["rows"]) if (folder / f"{name}.json").exists() else []
 
 
-def run(
-    name: str,
-    methods: Sequence[str],
-    seeds: int,
-    device: str,
-    settings: Mapping[str, Any],
-    compile: bool,
-    folder: Path = RESULTS,
-) -> Path:
-    """Fill what is missing, and save after every run."""
+@dataclass(frozen=True)
+class Job:
+    """One run that a result file lacks."""
+
+    name: str
+    method: str
+    seed: int
+    settings: dict[str, Any]
+    device: str
+    compile: bool
+
+    def done(self, folder: Path) -> bool:
+        """Whether the file has its row."""
+        wanted = (self.method, self.seed, self.settings, self.device)
+        return any((r["method"], r["seed"], r["settings"], r["device"]) == wanted for r in rows_of(self.name, folder))
+
+    def row(self) -> dict[str, Any]:
+        """Train."""
+        row = run_one(RECIPES[self.name].changed(self.settings), self.method, self.seed, self.device, self.compile)
+        return row | {"settings": self.settings, "device": self.device}
+
+
+def jobs_of(
+    name: str, methods: Sequence[str], seeds: int, device: str, settings: Mapping[str, Any], compile: bool
+) -> list[Job]:
+    """All runs of a recipe, seed by seed, whether they are done or not."""
     if unknown := [m for m in methods if m not in (*METHODS, NON_PRIVATE)]:
         raise SystemExit(f"No method {', '.join(unknown)}; known: {', '.join((*METHODS, NON_PRIVATE))}.")
     recipe = RECIPES[name].changed(settings)
     changed = {k: getattr(recipe, k) for k in settings}
+    return [Job(name, m, seed, changed, device, compile) for seed in range(seeds) for m in methods]
+
+
+def run(jobs: Sequence[Job], processes: int = 1, folder: Path = RESULTS) -> None:
+    """Fill what is missing, and save after every run. Several processes share one device."""
+    missing = [job for job in jobs if not job.done(folder)]
     command = " ".join(["python -m experiments", *sys.argv[1:]])
-    path = folder / f"{name}.json"
-    for seed in range(seeds):
-        for method in methods:
-            rows = rows_of(name, folder)
-            wanted = (method, seed, changed, device)
-            if any((r["method"], r["seed"], r["settings"], r["device"]) == wanted for r in rows):
-                continue
-            row = run_one(recipe, method, seed, device, compile)
-            row |= {"settings": changed, "device": device, "command": command, "commit": _commit()}
-            path = save(name, {"recipe": dataclasses.asdict(RECIPES[name]), "rows": [*rows, row]}, folder)
-            print(f"{name} {method} seed {seed}: {100 * row['accuracy']:.2f}% in {row['seconds']} s", flush=True)
-    return path
+    commit = _commit()
+    for job, row in _rows(missing, processes):
+        row |= {"command": command, "commit": commit}
+        content = {"recipe": dataclasses.asdict(RECIPES[job.name]), "rows": [*rows_of(job.name, folder), row]}
+        save(job.name, content, folder)
+        told = " ".join(f"{k}={v}" for k, v in job.settings.items())
+        print(
+            f"{job.name} {job.method} {told} seed {job.seed}: {100 * row['accuracy']:.2f}% in {row['seconds']} s",
+            flush=True,
+        )
+
+
+def _rows(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+    if processes == 1:
+        yield from ((job, job.row()) for job in jobs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(job.row): job for job in jobs}
+        for future in as_completed(running):
+            yield running[future], future.result()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
-from .results_io import RESULTS
-from .runs import run
+from .runs import Job, jobs_of
 
 Point = tuple[str, str, dict[str, Any]]  # recipe, method, settings
 
@@ -38,7 +36,10 @@ def dc_sgd() -> list[Point]:
 SWEEPS = {"P4": heatmap, "D8": dc_sgd}
 
 
-def sweep(name: str, seeds: int, device: str, compile: bool, folder: Path = RESULTS) -> None:
-    """Every point, in order."""
-    for recipe, method, settings in SWEEPS[name]():
-        run(recipe, [method], seeds, device, settings, compile, folder)
+def sweep(name: str, seeds: int, device: str, compile: bool) -> list[Job]:
+    """Every run of a grid, in order."""
+    return [
+        job
+        for recipe, method, settings in SWEEPS[name]()
+        for job in jobs_of(recipe, [method], seeds, device, settings, compile)
+    ]

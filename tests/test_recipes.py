@@ -115,16 +115,16 @@ def test_views_are_moved_images():
 def test_result_files_fill_what_is_missing(made, tmp_path, capsys):
     settings = {"epochs": "1", "batch_size": "60"}
     for seeds in (1, 2, 2):
-        runs.run("mnist", ["psac", "abadi"], seeds, "cpu", settings, False, tmp_path)
+        runs.run(runs.jobs_of("mnist", ["psac", "abadi"], seeds, "cpu", settings, False), 1, tmp_path)
     assert capsys.readouterr().out.count("seed") == 4
     rows = runs.rows_of("mnist", tmp_path)
     assert [(r["method"], r["seed"]) for r in rows] == [("psac", 0), ("abadi", 0), ("psac", 1), ("abadi", 1)]
     assert all(r["settings"] == {"epochs": 1, "batch_size": 60} and r["command"] for r in rows)
     assert "| PSAC | not run | 0 |" in tables.papers_table(["mnist"], tmp_path)  # other settings than the table's
     with pytest.raises(SystemExit, match="No method best"):
-        runs.run("mnist", ["best"], 1, "cpu", {}, False, tmp_path)
+        runs.jobs_of("mnist", ["best"], 1, "cpu", {}, False)
     with pytest.raises(SystemExit, match="No setting speed"):
-        runs.run("mnist", ["psac"], 1, "cpu", {"speed": "9"}, False, tmp_path)
+        runs.jobs_of("mnist", ["psac"], 1, "cpu", {"speed": "9"}, False)
 
 
 def test_tables_compare_seed_by_seed(tmp_path):
@@ -145,12 +145,20 @@ def test_models_take_their_images(build):
     assert models.resnet18(standardised=True)(torch.randn(1, 3, 32, 32)).shape == (1, 10)
 
 
-def test_sweeps_are_made_of_known_runs(monkeypatch):
-    points = [point for make in sweeps.SWEEPS.values() for point in make()]
-    assert len(sweeps.heatmap()) == 3 * 6 * 6
-    for recipe, method, settings in points:
-        recipes.METHODS[method](recipes.RECIPES[recipe].changed(settings))
-    called = []
-    monkeypatch.setattr(sweeps, "run", lambda *given: called.append(given))
-    sweeps.sweep("P4", 1, "cpu", False)
-    assert len(called) == 108
+def test_sweeps_are_made_of_known_runs():
+    jobs = [job for name in sweeps.SWEEPS for job in sweeps.sweep(name, 2, "cpu", False)]
+    assert len(sweeps.sweep("P4", 1, "cpu", False)) == 3 * 6 * 6
+    for job in jobs:
+        recipes.METHODS[job.method](recipes.RECIPES[job.name].changed(job.settings))
+
+
+def test_runs_in_several_processes_give_the_same_rows(made, tmp_path):
+    jobs = runs.jobs_of("adult", ["psac", "abadi"], 2, "cpu", {"epochs": 1, "batch_size": 4, "delta": 1e-3}, False)
+    for processes in (1, 2):
+        runs.run(jobs, processes, tmp_path / str(processes))
+    found = [
+        sorted((r["method"], r["seed"], r["accuracy"]) for r in runs.rows_of("adult", tmp_path / str(n)))
+        for n in (1, 2)
+    ]
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
