@@ -72,7 +72,11 @@ def jobs_of(
 def run(jobs: Sequence[Job], processes: int = 1, folder: Path = RESULTS) -> None:
     """Fill what is missing, and save after every run. Several processes share one device."""
     missing = [job for job in jobs if not job.done(folder)]
-    command = " ".join(["python -m experiments", *sys.argv[1:]])
+    given = sys.argv[1:]
+    if "--results" in given:  # a path of this machine
+        at = given.index("--results")
+        del given[at : at + 2]
+    command = " ".join(["python -m experiments", *given])
     commit = _commit()
     for job, row in _rows(missing, processes):
         row |= {"command": command, "commit": commit}
