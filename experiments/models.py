@@ -143,6 +143,24 @@ def linear_probe(width: int, classes: int) -> nn.Linear:
     return probe
 
 
+def flat_probe(width: int, classes: int) -> nn.Sequential:
+    """A linear probe on all features of all places."""
+    return nn.Sequential(nn.Flatten(), linear_probe(width, classes))
+
+
+def small_cnn(channels: int, side: int, classes: int, width: int = 64) -> nn.Sequential:
+    """Two convolutions and a linear layer, for the small maps of scattering features."""
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(width * (side // 2) ** 2, classes),
+    )
+
+
 def flipped_and_shifted(images: Tensor, copies: int, shift: int = 4, flip: bool = True) -> Tensor:
     """[b, c, h, w] → [b·copies, c, h, w]: each copy moved by up to `shift` pixels and perhaps mirrored, by chance."""
     many = images.repeat_interleave(copies, dim=0)

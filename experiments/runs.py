@@ -49,8 +49,8 @@ class Job:
 
     def done(self, folder: Path) -> bool:
         """Whether the file has its row."""
-        wanted = (self.method, self.seed, self.settings, self.device)
-        return any((r["method"], r["seed"], r["settings"], r["device"]) == wanted for r in rows_of(self.name, folder))
+        wanted = {"method": self.method, "seed": self.seed, "settings": self.settings, "device": self.device}
+        return any(_same_run(wanted, r) for r in rows_of(self.name, folder))
 
     def row(self) -> dict[str, Any]:
         """Train."""
@@ -79,6 +79,9 @@ def run(jobs: Sequence[Job], processes: int = 1, folder: Path = RESULTS) -> None
     command = " ".join(["python -m experiments", *given])
     commit = _commit()
     for job, row in _rows(missing, processes):
+        if isinstance(row, Exception):
+            print(f"{job.name} {job.method} {job.settings} seed {job.seed} failed: {row!r}", flush=True)
+            continue
         row |= {"command": command, "commit": commit}
         content = {"recipe": dataclasses.asdict(RECIPES[job.name]), "rows": [*rows_of(job.name, folder), row]}
         save(job.name, content, folder)
@@ -89,11 +92,28 @@ def run(jobs: Sequence[Job], processes: int = 1, folder: Path = RESULTS) -> None
         )
 
 
-def _rows(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+def _rows(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, Any] | Exception]]:
+    """One run that fails, for want of memory say, does not stop the others when there are several processes."""
     if processes == 1:
         yield from ((job, job.row()) for job in jobs)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(job.row): job for job in jobs}
         for future in as_completed(running):
-            yield running[future], future.result()
+            failed = future.exception()
+            yield running[future], failed if isinstance(failed, Exception) else future.result()
+
+
+def merge(source: Path, folder: Path = RESULTS) -> None:
+    """Rows of result files made elsewhere, added to those of `folder` which lack them."""
+    for path in sorted(source.glob("*.json")):
+        made, rows = load(path.stem, source), rows_of(path.stem, folder)
+        if path.stem not in RECIPES:
+            continue
+        new = [row for row in made["rows"] if not any(_same_run(row, r) for r in rows)]
+        save(path.stem, made | {"rows": [*rows, *new]}, folder)
+        print(f"{path.stem}: {len(new)} new rows")
+
+
+def _same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return all(a[k] == b[k] for k in ("method", "seed", "settings", "device"))

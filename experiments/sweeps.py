@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from .runs import Job, jobs_of
@@ -28,18 +29,50 @@ def heatmap() -> list[Point]:
 
 def dc_sgd() -> list[Point]:
     """D table VIII: each task at its three ε, each method."""
-    tasks = {"mnist_dc": (1.0, 2.0, 4.0), "names_dc": (2.0, 4.0, 8.0), "cifar10_dc": (8.0,)}
+    tasks = {"mnist_dc": (1.0, 2.0, 4.0), "names_dc": (8.0, 2.0, 4.0), "cifar10_dc": (8.0,)}
     methods = ("abadi", "dc-sgd-p", "dc-sgd-e", "auto-s", "psac")
     return [(t, m, {"epsilon": e}) for t, levels in tasks.items() for e in levels for m in methods]
 
 
-SWEEPS = {"P4": heatmap, "D8": dc_sgd}
+def glue() -> list[Point]:
+    """P table 3, A table 2, on SST-2: each rule at two ε, and without privacy."""
+    methods = ("abadi", "auto-v", "auto-s", "psac")
+    return [("sst2", m, {"epsilon": e}) for e in (3.0, 8.0) for m in methods] + [("sst2", "non-private", {})]
 
 
-def sweep(name: str, seeds: int, device: str, compile: bool) -> list[Job]:
-    """Every run of a grid, in order."""
+BEST = ("mnist_best", "fashion_mnist_best", "cifar10_best")
+WITHOUT: dict[str, dict[str, Any]] = {  # what the best recipes are made of, each left out in turn
+    "PLD": {"accountant": "rdp"},
+    "averaged weights": {"ema": 0.0},
+    "scattering": {"features": "pixels"},
+}
+
+
+def best() -> list[Point]:
+    """The best recipes, and what each part of them brings."""
+    changes: list[dict[str, Any]] = [{}, *WITHOUT.values()]
+    return [(name, "psac", change) for name in BEST for change in changes] + [
+        (name, method, {}) for name in BEST for method in ("abadi", "non-private")
+    ]
+
+
+def choice() -> list[Point]:
+    """What the best recipes' model and learning rate were chosen from, on public data, with one seed."""
+    grid = {"flat": (2.0, 4.0, 8.0, 16.0), "small-cnn": (1.0, 2.0, 4.0)}
     return [
+        (name, "psac", {"model": model, "lr": rate}) for name in BEST for model, rates in grid.items() for rate in rates
+    ]
+
+
+SWEEPS = {"P4": heatmap, "D8": dc_sgd, "P3": glue, "best": best, "choice": choice}
+
+
+def sweep(name: str, seeds: int, device: str, compile: bool, only: Sequence[str] = ()) -> list[Job]:
+    """Every run of a grid, all of one seed before the next; `only` names recipes."""
+    jobs = [
         job
         for recipe, method, settings in SWEEPS[name]()
+        if not only or recipe in only
         for job in jobs_of(recipe, [method], seeds, device, settings, compile)
     ]
+    return sorted(jobs, key=lambda job: job.seed)

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import datasets, models, recipes, runs, sweeps, tables
+from experiments import datasets, encoder, models, recipes, runs, scattering, sweeps, tables
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -53,8 +53,36 @@ def made(tmp_path, monkeypatch):
             row.format(20 + i, "Male" if i % 2 else "Female", (">50K" if i % 3 else "<=50K") + dot) for i in range(9)
         ]
         (tmp_path / "adult" / file).write_text("|1x3 Cross validator\n" * bool(dot) + "\n".join(lines) + "\n")
+    made_sentences(tmp_path)
     monkeypatch.setenv("CLIPWISE_DATA", str(tmp_path))
     return tmp_path
+
+
+def made_sentences(folder: Path) -> None:
+    """SST-2 in its layout, and a small BERT in MiniLM's."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    (folder / "sst2").mkdir()
+    (folder / "minilm").mkdir()
+    lines = "label\tsentence\n" + "".join(f"{i % 2}\t{('bad', 'good')[i % 2]} film\n" for i in range(40))
+    (folder / "sst2" / "train.tsv.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "sst2" / "dev.tsv").write_text(lines)
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3, "film": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "minilm" / "tokenizer.json"))
+    config = BertConfig(
+        vocab_size=5,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    (folder / "minilm" / "config.json").write_text(json.dumps(config.to_dict()))
+    save_file(BertModel(config).state_dict(), folder / "minilm" / "model.safetensors")
 
 
 def test_every_layout_is_read(made):
@@ -63,6 +91,8 @@ def test_every_layout_is_read(made):
     assert shapes["cifar10"] == [(20, 3, 32, 32), (20,)]
     assert shapes["names"] == [(96, 20), (96,)]
     assert shapes["adult"][0][0] == 9
+    assert shapes["sst2"] == [(40, datasets.SENTENCE_LENGTH), (40,)]
+    assert datasets.load("sst2").test[0][:2, :3].tolist() == [[3, 4, 0], [2, 4, 0]]
     assert datasets.load("adult").test[1].tolist() == [0, 1, 1] * 3
     name = datasets.load("names").train[0][0]
     assert datasets.LETTERS[int(name[int((name != 0).sum()) - 1]) - 1] == "o"  # ó without its accent
@@ -77,7 +107,7 @@ def test_missing_and_broken_data_say_what_to_do(tmp_path, monkeypatch):
         datasets.idx(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("name", ["mnist", "mnist_dc", "names_dc", "adult"])
+@pytest.mark.parametrize("name", ["mnist", "mnist_dc", "names_dc", "adult", "sst2", "fashion_mnist_best"])
 def test_recipes_train_and_repeat_themselves_to_the_last_digit(made, name):
     small = recipes.RECIPES[name].changed({"epochs": 2, "batch_size": 4, "epsilon": 8, "delta": 1e-3})
     rows = [recipes.run_one(small, "psac", seed=3) for _ in range(2)]
@@ -148,8 +178,10 @@ def test_models_take_their_images(build):
 def test_sweeps_are_made_of_known_runs():
     jobs = [job for name in sweeps.SWEEPS for job in sweeps.sweep(name, 2, "cpu", False)]
     assert len(sweeps.sweep("P4", 1, "cpu", False)) == 3 * 6 * 6
+    assert {job.name for job in sweeps.sweep("D8", 1, "cpu", False, ["names_dc"])} == {"names_dc"}
     for job in jobs:
-        recipes.METHODS[job.method](recipes.RECIPES[job.name].changed(job.settings))
+        changed = recipes.RECIPES[job.name].changed(job.settings)
+        assert job.method == recipes.NON_PRIVATE or recipes.METHODS[job.method](changed)
 
 
 def test_runs_in_several_processes_give_the_same_rows(made, tmp_path):
@@ -162,3 +194,48 @@ def test_runs_in_several_processes_give_the_same_rows(made, tmp_path):
     ]
     assert len(found[0]) == 4
     assert found[0] == found[1]
+
+
+def test_one_run_that_fails_does_not_stop_the_others(made, tmp_path, capsys):
+    settings = {"epochs": 1, "batch_size": 4, "delta": 1e-3}
+    good = runs.jobs_of("adult", ["psac"], 2, "cpu", settings, False)
+    bad = runs.jobs_of("adult", ["psac"], 1, "cpu", settings | {"model": "none"}, False)
+    runs.run([*bad, *good], 2, tmp_path / "out")
+    assert len(runs.rows_of("adult", tmp_path / "out")) == 2
+    assert "failed: KeyError('none')" in capsys.readouterr().out
+
+
+def test_rows_made_elsewhere_are_added_once(tmp_path):
+    row = {"method": "psac", "seed": 0, "settings": {}, "device": "cpu", "accuracy": 0.5}
+    for folder, rows in (("here", [row]), ("there", [row, row | {"seed": 1}])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mnist.json").write_text(json.dumps({"rows": rows}))
+    for _ in range(2):
+        runs.merge(tmp_path / "there", tmp_path / "here")
+        assert [r["seed"] for r in runs.rows_of("mnist", tmp_path / "here")] == [0, 1]
+
+
+def test_encoder_is_bert(made):
+    from transformers import BertModel
+
+    tokens = torch.tensor([[2, 3, 4, 0, 0], [4, 0, 0, 0, 0]])
+    theirs = BertModel.from_pretrained(made / "minilm").eval().half().float()
+    expected = theirs(tokens, attention_mask=(tokens != 0).long()).last_hidden_state
+    found = encoder.classifier(2).eval().states(tokens)
+    real = tokens != 0
+    assert torch.allclose(found[real], expected[real], atol=2e-3)
+
+
+def test_scattering_has_its_orders():
+    constant = scattering.scattering(torch.ones(1, 1, 32, 32))
+    assert constant.shape == (1, 81, 8, 8)
+    assert torch.allclose(constant[0, 0], torch.ones(8, 8), atol=1e-3)  # the blur keeps means
+    assert constant[0, 1:].abs().max() < 1e-5  # wavelets have mean 0
+    stripes = torch.cos(0.75 * torch.pi * torch.arange(32.0)).expand(1, 1, 32, 32)
+    turned = scattering.scattering(stripes.transpose(2, 3))[0, 1:9].mean((1, 2))
+    along = scattering.scattering(stripes)[0, 1:9].mean((1, 2))
+    assert int(turned.argmax()) == 3  # angle 0
+    assert int(along.argmax()) == 7  # and a right angle from it
+    x = torch.rand(3, 2, 28, 28)
+    alone = torch.cat([scattering.features(x[i : i + 1], 27) for i in range(3)])
+    assert torch.allclose(scattering.features(x, 27), alone, atol=1e-4)  # a record's features are its own
