@@ -45,7 +45,8 @@ def _add_pair(high, middle, low, angle, target, position, length, scale, LANES: 
     log = tl.where((high >> 31) == 0, libdevice.log(u), libdevice.log1p(-tl.minimum(near_one, 0.5)))
     r = tl.sqrt_rn(-2.0 * log) * scale
     turn = angle.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-31
-    first, second = position < length, position + LANES < length
+    first = (position >= 0) & (position < length)
+    second = (position + LANES >= 0) & (position + LANES < length)
     here = target + position
     tl.store(here, tl.load(here, first) + r * libdevice.cospi(turn), first)
     tl.store(here + LANES, tl.load(here + LANES, second) + r * libdevice.sinpi(turn), second)
@@ -55,8 +56,8 @@ def _add_pair(high, middle, low, angle, target, position, length, scale, LANES: 
 def _add_noise(places, keys, work, scale, ROUNDS: tl.constexpr, LANES: tl.constexpr):
     program = tl.program_id(0)
     tensor, chunk = tl.load(work + 2 * program).to(tl.int64), tl.load(work + 2 * program + 1).to(tl.int64)
-    target = tl.load(places + 2 * tensor).to(tl.pointer_type(tl.float32))
-    length = tl.load(places + 2 * tensor + 1)
+    target = tl.load(places + 3 * tensor).to(tl.pointer_type(tl.float32))
+    length, offset = tl.load(places + 3 * tensor + 1), tl.load(places + 3 * tensor + 2)
     lane = tl.arange(0, LANES)
     block = chunk * LANES + lane
     zero = tl.zeros([LANES], tl.uint32)
@@ -76,38 +77,47 @@ def _add_noise(places, keys, work, scale, ROUNDS: tl.constexpr, LANES: tl.conste
         a1, b2, d3, e0 = _quarter(a1, b2, d3, e0)
         a2, b3, d0, e1 = _quarter(a2, b3, d0, e1)
         a3, b0, d1, e2 = _quarter(a3, b0, d1, e2)
-    position = chunk * 8 * LANES + lane
+    position = chunk * 8 * LANES + lane - offset
     _add_pair(a0 + c0, a1 + c1, a2 + c2, a3 + c3, target, position, length, scale, LANES)
     _add_pair(b0 + k0, b1 + k1, b2 + k2, b3 + k3, target, position + 2 * LANES, length, scale, LANES)
     _add_pair(d0 + k4, d1 + k5, d2 + k6, d3 + k7, target, position + 4 * LANES, length, scale, LANES)
     _add_pair(e0 + n0, e1 + n1, e2, e3, target, position + 6 * LANES, length, scale, LANES)
 
 
-_WORK: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # which program does what: from public shapes alone
+# Which program does what: from public shapes alone.
+_WORK: dict[tuple[torch.device, tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
 
-def _work(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
+def _work(device: torch.device, lengths: tuple[int, ...], offsets: tuple[int, ...]) -> Tensor:
     """(tensor, chunk) of every program."""
-    found = _WORK.get((device, lengths))
+    found = _WORK.get((device, lengths, offsets))
     if found is None:
-        chunks = np.array([-(-length // CHUNK) for length in lengths])
+        starts, ends = np.array(offsets) // CHUNK, -(-(np.array(offsets) + np.array(lengths)) // CHUNK)
+        chunks = np.where(np.array(lengths) > 0, ends - starts, 0)
         tensors = np.repeat(np.arange(len(lengths)), chunks)
-        numbers = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+        numbers = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks) + np.repeat(starts, chunks)
         pairs = np.stack([tensors, numbers], axis=1).astype(np.int32)
         _WORK.clear()  # one model at a time
-        found = _WORK[device, lengths] = torch.from_numpy(pairs).to(device)
+        found = _WORK[device, lengths, offsets] = torch.from_numpy(pairs).to(device)
     return found
 
 
-def add_gaussians_(values: Sequence[Tensor], keys: Sequence[bytes], scale: float, rounds: int = ROUNDS) -> None:
-    """values[i] += scale · (the Gaussian stream of keys[i]); contiguous float32 on one CUDA device."""
+def add_gaussians_(
+    values: Sequence[Tensor],
+    keys: Sequence[bytes],
+    scale: float,
+    offsets: Sequence[int] | None = None,
+    rounds: int = ROUNDS,
+) -> None:
+    """values[i] += scale · (the Gaussian stream of keys[i] from offsets[i]); contiguous float32 on one CUDA device."""
     device = values[0].device
     assert all(v.is_contiguous() and v.dtype == torch.float32 and v.device == device for v in values)
-    lengths = tuple(v.numel() for v in values)
-    work = _work(device, lengths)
+    lengths, offsets = tuple(v.numel() for v in values), tuple(offsets or [0] * len(values))
+    work = _work(device, lengths, offsets)
     if not len(work):
         return
-    places = torch.tensor([[v.data_ptr(), v.numel()] for v in values], dtype=torch.int64)
+    pointers = [v.data_ptr() for v in values]
+    places = torch.tensor(list(zip(pointers, lengths, offsets, strict=True)), dtype=torch.int64)
     words = torch.from_numpy(np.array([key_words(key) for key in keys], dtype=np.uint32).view(np.int32))
     upward = float(np.nextafter(np.float32(scale), np.float32(np.inf)))  # never less noise than was asked for
     with torch.cuda.device(device):

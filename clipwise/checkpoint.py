@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ._check import count
+from .batch import map_tensors
 from .errors import CheckpointError, LedgerError, PlanMismatch
+from .ledger import Ledger
 from .thresholds import State
 from .training import PrivateTraining
 
@@ -26,19 +28,30 @@ FORMAT = "clipwise 1"
 def save_checkpoint(training: PrivateTraining, path: str | Path) -> None:
     """Write a checkpoint atomically: an old one stays whole until the new one is on disk.
 
-    A run whose ledger lives in memory can be saved, but not resumed: what it spent dies with its process.
+    A run whose ledger lives in memory can be saved, but not resumed: what it spent dies with its process. On several
+    processes call it on every rank; the first one writes.
     """
+    whole = training._ranks.whole
+    states = [map_tensors(part.state_dict(), whole) for part in (training.model, training.optimizer)]
+
+    def write() -> bool:
+        tensors: dict[str, Tensor] = {}
+        content = {
+            "model": _encoded(states[0], "model", tensors),
+            "optimizer": _encoded(states[1], "optimizer", tensors),
+            "threshold": asdict(training.threshold_state),
+            "plan": training.plan.digest,
+            "ledger": training.ledger.position if training.ledger.persistent else None,
+        }
+        _write(Path(path), tensors, content)
+        return True
+
+    training._ranks.lead(write)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], content: dict[str, Any]) -> None:
     from safetensors.torch import save
 
-    path = Path(path)
-    tensors: dict[str, Tensor] = {}
-    content = {
-        "model": _encoded(training.model.state_dict(), "model", tensors),
-        "optimizer": _encoded(training.optimizer.state_dict(), "optimizer", tensors),
-        "threshold": asdict(training.threshold_state),
-        "plan": training.plan.digest,
-        "ledger": training.ledger.position if training.ledger.persistent else None,
-    }
     raw = save(tensors, {"format": FORMAT, "content": json.dumps(content)})
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -60,23 +73,10 @@ def load_checkpoint(training: PrivateTraining, path: str | Path) -> None:
     content = read_checkpoint(path)
     if content["plan"] != training.plan.digest:
         raise PlanMismatch(f"Checkpoint {path} belongs to another plan. Resume with the plan that it was saved under.")
-    if content["ledger"] is None:
-        raise LedgerError(
-            f"Checkpoint {path} was saved by a run whose ledger lived in memory: what it had spent is lost, so it "
-            "cannot be resumed under this plan. Give privatize() a ledger path next time."
-        )
-    if not training.ledger.persistent:
-        raise LedgerError(
-            f"This run's ledger lives in memory, so it cannot know what the run of checkpoint {path} had spent. Give "
-            "privatize() the path of the ledger that it wrote."
-        )
-    if not training.ledger.holds(content["ledger"]):
-        raise LedgerError(
-            f"Ledger {training.ledger.path} is older than checkpoint {path}, or is another one: going on would forget "
-            "what was spent. Restore the ledger that the run wrote."
-        )
+    training._ranks.lead(lambda: _check_ledger(training.ledger, content, path))
     threshold = _check_fit(training, content, path)
     before = training.optimizer.state_dict(), {n: x.clone() for n, x in training.model.state_dict().items() if _is(x)}
+    _divide(training, content)
     try:
         training.optimizer.load_state_dict(content["optimizer"])
         training.model.load_state_dict(content["model"])
@@ -86,6 +86,36 @@ def load_checkpoint(training: PrivateTraining, path: str | Path) -> None:
         raise CheckpointError(f"Checkpoint {path} does not fit this model or optimizer: {error}") from error
     if training.plan.release is not None:  # others follow from the number of charges, which the ledger knows better
         training._restore_threshold(threshold)
+
+
+def _divide(training: PrivateTraining, content: dict[str, Any]) -> None:
+    """Of every tensor, this rank's part."""
+    part, mine = training._ranks.part, training.model.state_dict()
+    content["model"] = {n: part(x, mine[n]) if _is(x) else x for n, x in content["model"].items()}
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    for number, state in content["optimizer"]["state"].items():
+        for name, x in state.items():
+            if _is(x) and x.shape == parameters[number].shape:
+                state[name] = part(x, parameters[number])
+
+
+def _check_ledger(ledger: Ledger, content: dict[str, Any], path: str | Path) -> bool:
+    if content["ledger"] is None:
+        raise LedgerError(
+            f"Checkpoint {path} was saved by a run whose ledger lived in memory: what it had spent is lost, so it "
+            "cannot be resumed under this plan. Give privatize() a ledger path next time."
+        )
+    if not ledger.persistent:
+        raise LedgerError(
+            f"This run's ledger lives in memory, so it cannot know what the run of checkpoint {path} had spent. Give "
+            "privatize() the path of the ledger that it wrote."
+        )
+    if not ledger.holds(content["ledger"]):
+        raise LedgerError(
+            f"Ledger {ledger.path} is older than checkpoint {path}, or is another one: going on would forget "
+            "what was spent. Restore the ledger that the run wrote."
+        )
+    return True
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class WrongOrder(ClipwiseError):
     """record, backward and release were called in an order that would clip, charge or noise wrongly."""
 
 
+class RankFailed(ClipwiseError):
+    """Another process of the run failed, so that this one cannot go on."""
+
+
 class CannotCertify(ClipwiseError):
     """What was asked for is an estimate, not a guarantee."""
 

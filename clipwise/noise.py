@@ -1,11 +1,12 @@
 """The only place that draws noise.
 
 Keys come from the operating system, 256 bits, fresh in every process; they are never stored, shown,
-pickled or shared with a copy or a fork. Each draw has an address (sequence number of the charge,
-stream, tensor, block of elements), and each address a key of its own, derived with BLAKE2b, so
-no noise is used twice and no order of drawing matters. On the CPU the generator is AES in counter mode
-(randomgen) under numpy's ziggurat: float64 draws with tails to 12.2σ. On a GPU it is ChaCha (chacha.py), in float32,
-with tails to 11.5σ. "hardened" draws exactly, on a grid (rounded.py), on the CPU.
+pickled or shared with a copy or a fork (ranks of one run share one: they add the same noise to the same
+sum). Each draw has an address (sequence number of the charge, stream, tensor, block of elements), and
+each address a key of its own, derived with BLAKE2b, so no noise is used twice and no order of drawing
+matters. On the CPU the generator is AES in counter mode (randomgen) under numpy's ziggurat: float64 draws
+with tails to 12.2σ. On a GPU it is ChaCha (chacha.py), in float32, with tails to 11.5σ. "hardened" draws
+exactly, on a grid (rounded.py), on the CPU.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from torch import Tensor
 
 from . import chacha
 from ._check import one_of, positive
+from .errors import WrongOrder
 from .rounded import grid_for, rounded_gaussians
 
 Mode = Literal["secure", "hardened", "fast"]
 BLOCK = 2**16  # elements per key
 _ZIGGURAT_REACH = 3.6541528853610088 + math.sqrt(2 * 53 * math.log(2))  # r + x with x²/2 ≤ −ln 2⁻⁵³
-_Job = tuple[str, np.ndarray[Any, Any]]
+_Job = tuple[
+    str, np.ndarray[Any, Any], int
+]  # address of a block, where its noise goes, how many of its numbers to skip
 
 
 class NoiseSource:
@@ -48,12 +52,20 @@ class NoiseSource:
     (torch.Size([3]), True)
     """
 
-    def __init__(self, mode: Mode = "secure", seed: int | None = None) -> None:
-        """Draw a fresh key."""
+    def __init__(self, mode: Mode = "secure", seed: int | None = None, key: bytes | None = None) -> None:
+        """Draw a fresh key, or take that of the first rank of a run on several processes (`shared_key`)."""
         one_of(("secure", "hardened", "fast"), noise=mode)
         self.mode = mode
         self._seed = seed
+        self._shared = key is not None
         self._renew()
+        if key is not None:
+            self._key = key
+
+    def shared_key(self) -> bytes:
+        """The key, for the other ranks of this run alone: all of them must add the same noise."""
+        self._shared = True
+        return self._key
 
     @property
     def certified(self) -> bool:
@@ -76,6 +88,8 @@ class NoiseSource:
 
     def _derived(self, address: str, length: int) -> bytes:
         if os.getpid() != self._process and self._seed is None:
+            if self._shared:
+                raise WrongOrder("A fork of a rank cannot draw noise: it would repeat that of its parent.")
             self._renew()  # a fork must not repeat its parent's noise
         return hashlib.blake2b(address.encode(), key=self._key, digest_size=length).digest()
 
@@ -92,40 +106,50 @@ class NoiseSource:
         noise_multiplier: float,
         sequence: int,
         stream: str,
+        offsets: Mapping[str, int] | None = None,
     ) -> dict[str, Tensor]:
         """Noise for one vector, given in parts: each value + N(0, (noise_multiplier·sensitivity)²).
 
         `sensitivity` bounds all parts together. Added in float64 on the CPU and in float32 on a GPU, returned in
         float32 or wider; the memory of the values is used again where it can be, so that no un-noised copy stays
-        behind.
+        behind. A value may be a part of a larger tensor, flat from the element `offsets[name]` on: it gets the noise
+        that it would get in the whole.
         """
+        offsets = offsets or {}
         sigma, bound = positive(noise_multiplier=noise_multiplier), positive(sensitivity=sensitivity)
         if self.mode == "fast":
             return {name: _fast(value, sigma * bound) for name, value in values.items()}
         wide = {name: value.detach().to(_wide(value)).contiguous() for name, value in values.items()}
         here = f"{sequence}/{stream}"
         if self.mode == "hardened":
-            return self._on_cpu(wide, here, self._hardened(sigma, bound, sum(v.numel() for v in wide.values())))
+            assert not any(offsets.values()), "exact draws are made for whole tensors"
+            return self._on_cpu(wide, here, self._hardened(sigma, bound, sum(v.numel() for v in wide.values())), {})
         on_gpu = {name: v for name, v in wide.items() if v.device.type == "cuda" and v.dtype == torch.float32}
         for device in {v.device for v in on_gpu.values()}:
-            self._on_gpu({name: v for name, v in on_gpu.items() if v.device == device}, here, sigma * bound)
+            self._on_gpu({name: v for name, v in on_gpu.items() if v.device == device}, here, sigma * bound, offsets)
         rest = {name: v for name, v in wide.items() if name not in on_gpu}
-        noised = on_gpu | self._on_cpu(rest, here, self._secure(sigma * bound))
+        noised = on_gpu | self._on_cpu(rest, here, self._secure(sigma * bound), offsets)
         return {name: noised[name] for name in values}
 
-    def _on_gpu(self, values: Mapping[str, Tensor], here: str, scale: float) -> None:
-        add = _gpu_kernel()
-        add(list(values.values()), [self._derived(f"{here}/{name}/gpu", 32) for name in values], scale)
+    def _on_gpu(self, values: Mapping[str, Tensor], here: str, scale: float, offsets: Mapping[str, int]) -> None:
+        add, keys = _gpu_kernel(), [self._derived(f"{here}/{name}/gpu", 32) for name in values]
+        add(list(values.values()), keys, scale, [offsets.get(name, 0) for name in values])
 
     def _on_cpu(
-        self, values: Mapping[str, Tensor], here: str, fill: Callable[[Sequence[_Job]], None]
+        self,
+        values: Mapping[str, Tensor],
+        here: str,
+        fill: Callable[[Sequence[_Job]], None],
+        offsets: Mapping[str, int],
     ) -> dict[str, Tensor]:
         """Blocks of elements, each with a key of its own, shared among threads: their order does not matter."""
         outputs, jobs = {name: value.cpu() for name, value in values.items()}, []
         for name, value in outputs.items():
-            flat = value.view(-1).numpy()
-            jobs += [(f"{here}/{name}/{i}", flat[i : i + BLOCK]) for i in range(0, len(flat), BLOCK)]
-        workers = torch.get_num_threads() if sum(len(target) for _, target in jobs) > 4 * BLOCK else 1
+            flat, start = value.view(-1).numpy(), offsets.get(name, 0)
+            for i in range(start // BLOCK * BLOCK, start + len(flat), BLOCK):
+                first = max(i, start)
+                jobs.append((f"{here}/{name}/{i}", flat[first - start : i + BLOCK - start], first - i))
+        workers = torch.get_num_threads() if sum(len(target) for _, target, _ in jobs) > 4 * BLOCK else 1
         if workers == 1:
             fill(jobs)
         else:  # numpy releases the interpreter lock
@@ -136,9 +160,9 @@ class NoiseSource:
 
     def _secure(self, scale: float) -> Callable[[Sequence[_Job]], None]:
         def fill(jobs: Sequence[_Job]) -> None:
-            buffer = np.empty(max((len(target) for _, target in jobs), default=0))
-            for address, target in jobs:
-                noise = self._generator(address).standard_normal(out=buffer[: len(target)])
+            buffer = np.empty(max((skip + len(target) for _, target, skip in jobs), default=0))
+            for address, target, skip in jobs:
+                noise = self._generator(address).standard_normal(out=buffer[: skip + len(target)])[skip:]
                 noise *= scale
                 np.add(noise, target, out=target, casting="same_kind")  # in float64, rounded once
 
@@ -148,7 +172,7 @@ class NoiseSource:
         step, rounded_bound = grid_for(bound, dimension)
 
         def fill(jobs: Sequence[_Job]) -> None:
-            for address, target in jobs:
+            for address, target, _ in jobs:
                 raw: Any = self._generator(address).bit_generator.random_raw
                 value: Any = np.clip(np.rint(target.astype(np.float64) / step), -(2.0**51), 2.0**51)
                 value += rounded_gaussians(raw(len(target)), sigma * rounded_bound / step, raw)
@@ -182,7 +206,7 @@ def _fast(value: Tensor, scale: float) -> Tensor:
     return value.to(dtype) + scale * torch.randn(value.shape, dtype=dtype, device=value.device)
 
 
-def _gpu_kernel() -> Callable[[Sequence[Tensor], Sequence[bytes], float], None]:
+def _gpu_kernel() -> Callable[[Sequence[Tensor], Sequence[bytes], float, Sequence[int]], None]:
     """One Triton launch for all tensors, or plain torch ops where there is no Triton."""
     try:
         from .chacha_cuda import add_gaussians_
@@ -191,9 +215,9 @@ def _gpu_kernel() -> Callable[[Sequence[Tensor], Sequence[bytes], float], None]:
     return add_gaussians_
 
 
-def _gpu_without_triton(values: Sequence[Tensor], keys: Sequence[bytes], scale: float) -> None:
-    for value, key in zip(values, keys, strict=True):
+def _gpu_without_triton(values: Sequence[Tensor], keys: Sequence[bytes], scale: float, offsets: Sequence[int]) -> None:
+    for value, key, offset in zip(values, keys, offsets, strict=True):
         flat = value.view(-1)
         for i in range(0, len(flat), 2**20):
             part = flat[i : i + 2**20]
-            part += scale * chacha.gaussians(key, i, len(part), value.device).float()
+            part += scale * chacha.gaussians(key, offset + i, len(part), value.device).float()

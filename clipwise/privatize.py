@@ -18,11 +18,13 @@ from .engine import OpRule
 from .errors import ParameterMismatch, UnsupportedOp
 from .guard import GUARDS, RUNS
 from .ledger import Ledger
-from .noise import Mode, NoiseSource
+from .noise import Mode
+from .parts import Settings
 from .plan import Plan
+from .ranks import Alone, Ranks
 from .sampling import PoissonSampler
 from .statement import check_arithmetic
-from .training import PrivateTraining, Settings
+from .training import PrivateTraining
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel"})
 
@@ -78,6 +80,43 @@ def privatize(
     >>> training.epsilon == plan.epsilon
     True
     """
+    return make_run(
+        model,
+        optimizer,
+        plan,
+        loss_fn,
+        ledger=ledger,
+        microbatch=microbatch,
+        compile=compile,
+        engine=engine,
+        preflight=preflight,
+        probe=probe,
+        sampling=sampling,
+        noise=noise,
+        seed=seed,
+        op_rules=op_rules,
+    )
+
+
+def make_run(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    loss_fn: LossFn | None = None,
+    *,
+    ledger: str | Path | Ledger | None = None,
+    microbatch: int | None = None,
+    compile: bool = False,
+    engine: Engine = "bookkeeping",
+    preflight: bool | Literal["private"] = True,
+    probe: Any = None,
+    sampling: Literal["poisson", "asserted"] = "poisson",
+    noise: Mode = "secure",
+    seed: int | None = None,
+    op_rules: Mapping[Any, OpRule] | None = None,
+    ranks: Ranks | None = None,
+) -> PrivateTraining:
+    """`privatize` on one process or, with `ranks`, on several."""
     one_of(("bookkeeping", "vmap"), engine=engine)
     one_of(("poisson", "asserted"), sampling=sampling)
     if compile and (engine != "bookkeeping" or loss_fn is None):
@@ -92,14 +131,20 @@ def privatize(
     _check_kind(optimizer)
     check_optimizer(optimizer, model)
     plan.rule.sensitivity(1.0, len(plan.rule.groups(list(trainable(model)))))
-    source, sampler = NoiseSource(noise, seed_or_none(seed=seed)), PoissonSampler(plan.sampling_prob, seed)
+    ranks = Alone() if ranks is None else ranks
+    source = ranks.noise(noise, seed_or_none(seed=seed))
+    sampler = PoissonSampler(plan.sampling_prob, seed, ranks.share)
     check_arithmetic(plan, source, model)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
-    opened = _opened(ledger, plan, asserted, noise, (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None)))
+    earlier = (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None))
+    opened = ranks.ledger(
+        lambda: _opened(ledger, plan, asserted, noise, earlier), lambda: Ledger(plan, None, asserted, noise)
+    )
     if compile and microbatch is None:  # fixed rows, which a Poisson batch hardly ever exceeds: then it is split
-        microbatch = math.ceil(plan.expected_batch_size + 4 * math.sqrt(plan.expected_batch_size))
+        expected = plan.expected_batch_size / ranks.share[1]
+        microbatch = math.ceil(expected + 4 * math.sqrt(expected))
     settings = Settings(microbatch, engine, preflight, probe, sampling, op_rules, compile)
-    return PrivateTraining(model, optimizer, plan, loss_fn, opened, source, sampler, settings)
+    return PrivateTraining(model, optimizer, plan, loss_fn, opened, source, sampler, settings, ranks)
 
 
 def _assertions(sampling: str, noise: str, seed: int | None, preflight: bool | str) -> dict[str, str]:

@@ -83,32 +83,33 @@ class PoissonSampler:
     [5, 5]
     """
 
-    def __init__(self, sampling_prob: float, seed: int | None = None) -> None:
-        """`seed` is for repeatable runs that are NOT PRIVATE."""
+    def __init__(self, sampling_prob: float, seed: int | None = None, share: tuple[int, int] = (0, 1)) -> None:
+        """`seed` is for repeatable runs that are NOT PRIVATE. share=(rank, ranks) draws from every ranks-th record."""
         self.sampling_prob = probability(sampling_prob=sampling_prob)
-        self._seed = seed
+        self._seed, self._share = seed, share
         self._renew()
 
     def _renew(self) -> None:
         from randomgen import ChaCha
 
         self._process = os.getpid()
-        key = secrets.randbits(256) if self._seed is None else self._seed
+        key = secrets.randbits(256) if self._seed is None else self._seed + (self._share[0] << 128)
         self._coins = np.random.Generator(ChaCha(key=key))
 
     def draw(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The indices of one batch, possibly none."""
         if os.getpid() != self._process and self._seed is None:
             self._renew()
-        return np.flatnonzero(self._coins.random(size) < self.sampling_prob)
+        mine = np.arange(size)[slice(self._share[0], None, self._share[1])]
+        return mine[self._coins.random(len(mine)) < self.sampling_prob]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PoissonSampler:
         """A copy flips its own coins."""
-        return PoissonSampler(self.sampling_prob, self._seed)
+        return PoissonSampler(self.sampling_prob, self._seed, self._share)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings, never the state."""
-        return PoissonSampler, (self.sampling_prob, self._seed)
+        return PoissonSampler, (self.sampling_prob, self._seed, self._share)
 
 
 class _Rows:

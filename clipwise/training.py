@@ -5,62 +5,30 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._types import Engine, LossFn, largest_batch
+from ._types import LossFn, largest_batch
 from .batch import batch_size, padded_slice
 from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding
-from .engine import OpRule, Paths, Tape
+from .engine import Paths, Tape
 from .engine.compiled import Compiled
-from .engine.preflight import Probe, preflight_batch, preflight_dataset
-from .errors import ParameterMismatch, WrongBatch, WrongOrder
+from .engine.preflight import Probe, nobody, preflight_batch, preflight_dataset
+from .errors import ParameterMismatch, RankFailed, WrongBatch, WrongOrder
 from .guard import GUARDS, RUNS, StepGuard
 from .ledger import Ledger
 from .noise import NoiseSource
+from .parts import Microbatch, Settings, Step
 from .plan import Plan
+from .ranks import Alone, Ranks
 from .rules import steepness_of
 from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, poisson_batches
 from .statement import run_statement
 from .thresholds import Facts, State
-
-
-@dataclass(eq=False)
-class Microbatch:
-    """A physical slice of a batch, padded to a fixed size; `mask` marks the real rows. Secret."""
-
-    data: Any = field(repr=False)
-    mask: Tensor = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Knobs that change speed or what is checked, never the guarantee."""
-
-    microbatch: int | None = None
-    engine: Engine = "bookkeeping"
-    preflight: bool | str = True
-    probe: Any = None
-    sampling: str = "poisson"
-    op_rules: Mapping[Any, OpRule] | None = None
-    compile: bool = False
-
-
-@dataclass
-class _Step:
-    """One batch under way. The clip norm and the sensitivity are read once, so that they cannot drift apart."""
-
-    threshold: State
-    sensitivity: float
-    parts: list[Microbatch]
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    observed: Tensor | None = None
-    recording: tuple[Tape, Microbatch] | None = None
 
 
 class PrivateTraining:
@@ -76,8 +44,10 @@ class PrivateTraining:
         noise: NoiseSource,
         sampler: PoissonSampler,
         settings: Settings,
+        ranks: Ranks | None = None,
     ) -> None:
         """Only stores; `privatize` checks."""
+        self._ranks: Ranks = Alone() if ranks is None else ranks
         self._model, self._optimizer, self._plan, self._loss_fn = model, optimizer, plan, loss_fn
         self._ledger, self._noise, self._sampler, self._settings = ledger, noise, sampler, settings
         self._names = list(trainable(model))
@@ -88,10 +58,11 @@ class PrivateTraining:
         self._issued: weakref.WeakSet[PoissonBatch] = weakref.WeakSet()
         self._outstanding: PoissonBatch | None = None
         self._modes: list[bool] | None = None  # training flags of the modules, as the preflight saw them
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._paths: Paths = {}
         self._compiled = Compiled(model, self._clipped) if settings.compile else None
         self._checked = False
+        self._nobody: Any = None  # made-up rows, for a rank that has none while others work
         self._threshold = plan.threshold.init(self._facts())
 
     # -- public numbers -----------------------------------------------------------------------------
@@ -175,9 +146,13 @@ class PrivateTraining:
         if self._settings.sampling == "asserted":
             raise WrongBatch("sampling='asserted' means that you bring your own batches; step them directly.")
         records = as_dataset(dataset)
-        if self._settings.preflight and self._loss_fn is not None and len(records):
+        collate = collate_for(dataset, collate_fn)
+        if self._ranks.in_step:
+            self._nobody = nobody(
+                collate, records[0] if self._settings.probe is None else self._settings.probe[0], device
+            )
+        elif self._settings.preflight and self._loss_fn is not None and len(records):
             probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
-            collate = collate_for(dataset, collate_fn)
             preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
             if self._compiled is not None:
                 like = records[0] if self._settings.probe is None else self._settings.probe[0]
@@ -209,6 +184,7 @@ class PrivateTraining:
             except BaseException:  # in the data set or the collate function
                 self._ledger.reserve()
                 self._charge_failure()
+                self._ranks.agree(False)
                 raise
             if batch is None:
                 return
@@ -268,12 +244,14 @@ class PrivateTraining:
         self._ledger.reserve()
         self._issued.discard(batch)
         self._outstanding = None
-        self._step = _Step(self._threshold, self.sensitivity, [])
+        self._step = Step(self._threshold, self.sensitivity, [])
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
             for start in range(0, size, rows):
                 part = padded_slice(batch.data, start, min(start + rows, size), rows, size)
                 self._step.parts.append(Microbatch(*part))
+            for _ in range(self._ranks.rounds(len(self._step.parts)) - len(self._step.parts)):
+                self._step.parts.append(Microbatch(self._nobody, torch.zeros(1, dtype=torch.bool)))
         return list(self._step.parts)
 
     @contextmanager
@@ -284,6 +262,7 @@ class PrivateTraining:
         except BaseException:
             self._step = None
             self._charge_failure()
+            self._ranks.agree(False)
             raise
 
     def _charge_failure(self) -> None:
@@ -328,14 +307,15 @@ class PrivateTraining:
         if step.parts:
             raise WrongOrder("release() with microbatches that were not recorded: use all of them.")
         parameters = self._check_parameters()
-        self._step = None
         for name, p in parameters.items():
             step.sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
-        number = self._ledger.commit()
+        self._gather(step)
+        self._step = None
+        number = self._ranks.charge(self._ledger.commit)
         noised, released = self._noised(step, number)
         self._threshold = self._plan.threshold.update(step.threshold, released, self._facts())
         for name, p in parameters.items():
-            p.grad = (noised[name] / self._plan.expected_batch_size).to(p.dtype)
+            p.grad = self._ranks.as_gradient(p, (noised[name] / self._plan.expected_batch_size).to(p.dtype))
         try:
             self._guard.open = True
             self._optimizer.step()
@@ -343,7 +323,22 @@ class PrivateTraining:
             self._guard.open = False
             self._optimizer.zero_grad(set_to_none=True)
 
-    def _noised(self, step: _Step, number: int) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _gather(self, step: Step) -> None:
+        """The sums of all ranks. If one of them failed, each charges the step and stops."""
+        try:
+            if not self._ranks.agree(True):
+                raise RankFailed("Another rank failed in this step: it is charged, and nothing of it is released.")
+            step.sums = self._ranks.total(step.sums)
+            if (release := self._plan.release) is not None:
+                seen = torch.zeros(release.size, dtype=torch.float64) if step.observed is None else step.observed
+                assert seen.shape[-1:] == (release.size,)
+                step.observed = self._ranks.observed(seen)
+        except BaseException:
+            self._step = None
+            self._charge_failure()
+            raise
+
+    def _noised(self, step: Step, number: int) -> tuple[dict[str, Tensor], Tensor | None]:
         """What leaves the private side: the sum, and what the threshold observed, each with its noise."""
         sums = self._noise.add_(
             step.sums,
@@ -351,14 +346,13 @@ class PrivateTraining:
             sensitivity=step.sensitivity,
             noise_multiplier=self._plan.gradient_noise_multiplier_at(number - 1),
             stream="gradient",
+            offsets=self._ranks.offsets,
         )
         release = self._plan.release
-        if release is None:
+        if release is None or step.observed is None:
             return sums, None
-        seen = torch.zeros(release.size, dtype=torch.float64) if step.observed is None else step.observed
-        assert seen.shape[-1:] == (release.size,)
         observed = self._noise.add_(
-            {"observed": seen},
+            {"observed": step.observed},
             sequence=number,
             sensitivity=release.sensitivity,
             noise_multiplier=release.noise_multiplier,

@@ -28,7 +28,7 @@ ALLOWED = {
     "chacha": set(),
     "chacha_cuda": {"chacha"},
     "rounded": set(),
-    "noise": {"_check", "chacha", "chacha_cuda", "rounded"},
+    "noise": {"_check", "chacha", "chacha_cuda", "errors", "rounded"},
     "sampling": {"_check", "batch", "errors"},
     "accounting": {"_check", "errors", "accounting"},
     "engine": BASE | {"batch", "engine"},
@@ -42,12 +42,18 @@ ALLOWED = {
     "guard": {"errors", "ledger"},
     "statement": {"_show", "accounting", "clipping", "errors", "ledger", "noise", "plan"},
     "evaluation": BASE | {"batch", "engine", "sampling", "training"},
+    "parts": BASE | {"engine", "thresholds"},
+    "ranks": {"ledger", "noise"},
     "training": BASE
-    | {"batch", "clipping", "engine", "guard", "ledger", "noise", "plan", "rules", "sampling", "statement"}
-    | {"thresholds"},
+    | {"batch", "clipping", "engine", "guard", "ledger", "noise", "parts", "plan", "ranks", "rules", "sampling"}
+    | {"statement", "thresholds"},
     "privatize": BASE
-    | {"_show", "clipping", "engine", "guard", "ledger", "noise", "plan", "sampling", "statement", "training"},
-    "checkpoint": BASE | {"thresholds", "training"},
+    | {"_show", "clipping", "engine", "guard", "ledger", "noise", "parts", "plan", "ranks", "sampling", "statement"}
+    | {"training"},
+    "checkpoint": BASE | {"batch", "ledger", "thresholds", "training"},
+    "integrations": BASE
+    | {"_show", "batch", "checkpoint", "clipping", "engine", "evaluation", "ledger", "noise", "plan", "privatize"}
+    | {"ranks", "sampling", "training"},
     "recipes": {
         "errors",
         "plan",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..errors import UnrecordedGradient
+from ..errors import ParameterMismatch, UnrecordedGradient
 from .contributions import Contribution
 from .derived import Derived, Source
 
@@ -63,4 +63,17 @@ def not_seen(names: Sequence[str]) -> UnrecordedGradient:
         f"Parameter(s) {', '.join(names)} got a gradient by a way the tape did not see (a scripted or compiled "
         "function, a custom autograd.Function, or an in-place write). It would not be clipped. Use plain PyTorch ops "
         "there, or engine='vmap'."
+    )
+
+
+def name_now(model: nn.Module, parameter: nn.Parameter, sharded: bool) -> str | None:
+    """The name under which a module holds a parameter at this moment: a sharded one is swapped for the whole one."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p is parameter:
+            return name
+    if sharded:  # it is being made ready
+        return None
+    raise ParameterMismatch(
+        f"A trainable parameter of shape {tuple(parameter.shape)} is used in the loss but does not belong to the "
+        "model, so it would not be clipped. Make its module a part of the model, or freeze it."
     )

@@ -359,6 +359,11 @@ def _unequal(model: nn.Module, loss_fn: LossFn, like: Any, length: int, settings
         return  # this axis is not a length: collate or model refuse it
 
 
+def nobody(collate: Collate, like: Any, device: torch.device | str | None) -> Any:
+    """A batch of one made-up record, for a process that has no example while others work."""
+    return map_tensors(collate([made_record(like, 0)]), lambda x: x.to(device or x.device))
+
+
 def _warned(report: PreflightReport) -> PreflightReport:
     if report.unused:
         warnings.warn(

@@ -20,12 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from ..batch import map_tensors, tensors
-from ..errors import ChangedInput, ParameterMismatch, UnrecordedGradient, UnsupportedOp
+from ..errors import ChangedInput, UnrecordedGradient, UnsupportedOp
 from .composites import COMPOSITES, per_example_einsum
 from .contributions import Contribution, Dense
 from .derived import CASTS, Derived, Origin, Source, is_random, kind_of, names_of, no_rule, op_name, shares_rows
 from .each import each_example
-from .edges import Record, Tap, Unview, not_seen
+from .edges import Record, Tap, Unview, name_now, not_seen
 from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
@@ -56,7 +56,10 @@ class Tape(TorchFunctionMode):
         """`data` is the batch; `paths` remembers, over a run, how each parameter is reduced."""
         super().__init__()
         self.size = size
+        self._model = model
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
+        self._sharded = any(hasattr(p, "placements") for p in model.parameters())  # DTensors, swapped for whole ones
+        self._strange: dict[int, nn.Parameter] = {}  # whole ones before a module holds them; no gradient may reach them
         self._own_rules = op_rules or {}
         self._rules = {**OP_RULES, **self._own_rules}
         self._paths = {} if paths is None else paths
@@ -75,15 +78,15 @@ class Tape(TorchFunctionMode):
         found = self._derived.get(id(x))
         return found if found is not None and found.value is x else None
 
-    def _source(self, parameter: nn.Parameter) -> Source:
+    def _source(self, parameter: nn.Parameter) -> Source | None:
         source = self._sources.get(id(parameter))
         if source is None:
-            if id(parameter) not in self._parameters:
-                raise ParameterMismatch(
-                    f"A trainable parameter of shape {tuple(parameter.shape)} is used in the loss but does not belong "
-                    "to the model, so it would not be clipped. Make its module a part of the model, or freeze it."
-                )
-            source = self._sources[id(parameter)] = Source(self._parameters[id(parameter)][0], parameter)
+            known = self._parameters.get(id(parameter))
+            name = known[0] if known is not None else name_now(self._model, parameter, self._sharded)
+            if name is None:
+                self._strange[id(parameter)] = parameter
+                return None
+            source = self._sources[id(parameter)] = Source(name, parameter)
         return source
 
     def __enter__(self) -> Any:
@@ -384,7 +387,8 @@ class Tape(TorchFunctionMode):
     def _gradients(self, losses: Tensor) -> list[Tensor | None]:
         """Gradients at all recorded edges, and the proof that no parameter was reached by another way."""
         named = [(name, p) for name, p in self._parameters.values() if p.requires_grad]
-        leaves = named + [(s.name, s.shadow) for s in self._sources.values()]
+        leaves = named + [(s.name, x) for s in self._sources.values() for x in (s.shadow, s.parameter)]
+        leaves += [("of no module", p) for p in self._strange.values()]
         before = {name: p.grad for name, p in named}
         edges = [record.edge for record in self._records]
         wanted: Any = [*edges, *(x for _, x in leaves)]

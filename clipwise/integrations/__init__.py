@@ -1,0 +1,1 @@
+"""Where people already train: several processes, Transformers, Lightning. Each file needs its own package only."""

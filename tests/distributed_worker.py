@@ -1,0 +1,211 @@
+"""One rank of tests/test_distributed.py: `kind what …`; prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import clipwise as cw
+from clipwise.integrations import distributed
+
+warnings.simplefilter("ignore")
+KIND, WHAT, *REST = sys.argv[1:]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(11, 6), nn.Linear(6, 7), nn.ReLU(inplace=True), nn.LayerNorm(7), nn.Flatten(), nn.Linear(35, 3)
+    )
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def data(n: int = 40):
+    g = torch.Generator().manual_seed(1)
+    return torch.randint(0, 11, (n, 5), generator=g), torch.randint(0, 3, (n,), generator=g)
+
+
+def begin(model, plan, dataset, lr: float = 0.1, loss=losses, **options):
+    if KIND == "sharded":
+        distributed.check(model, loss, dataset)
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    return distributed.privatize(model, optimizer, plan, loss, **options)
+
+
+def full(x):
+    return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
+
+
+def weights(model) -> str:
+    flat = torch.cat([full(p).flatten() for p in model.parameters()])
+    return " ".join(f"{v:.9g}" for v in (flat * torch.arange(1, len(flat) + 1)).double().cumsum(0)[::7].tolist())
+
+
+def equal() -> dict:
+    """A seeded run of one step at lr = 1: the weights' change is −(clipped sum + noise) / b, both known."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dataset = data()
+    threshold = cw.MinErrorThreshold(1.0)
+    plan = cw.Plan(
+        noise_multiplier=1.0, delta=1e-5, sampling_prob=0.5, steps=3, expected_batch_size=20, threshold=threshold,
+        rule=cw.Abadi(),
+    )  # fmt: skip
+    torch.manual_seed(100 + rank)  # what the user draws differs between ranks; weights and noise must not
+    model = build()
+    training = begin(model, plan, dataset, lr=1.0, seed=5, microbatch=4)
+    before = {n: full(p).clone() for n, p in model.named_parameters()}
+    batches = training.batches(dataset)
+    batch = next(batches)
+    mine = torch.zeros(len(dataset[0]), dtype=torch.int64)
+    if batch.data is not None:
+        for row, label in zip(*batch.data, strict=True):  # which records: those of this rank's share that match
+            found = [
+                i for i in range(rank, 40, ranks)
+                if torch.equal(dataset[0][i], row) and dataset[1][i] == label and not mine[i]
+            ]  # fmt: skip
+            mine[found[0]] = 1
+    dist.all_reduce(mine)
+    C = training.clip_norm
+    sensitivity, sigma = training.sensitivity, plan.gradient_noise_multiplier
+    summed = {}
+    add = training._noise.add_
+
+    def seen(values, *, stream, **options):
+        if stream == "gradient":
+            summed.update({n: v.clone() for n, v in values.items()})
+        return add(values, stream=stream, **options)
+
+    training._noise.add_ = seen
+    training.step(batch)
+    alone = build()
+    union = tuple(x[mine.bool()] for x in dataset)
+    expected = cw.clipped_sum(alone, losses, union, cw.Abadi(), C)
+    source = cw.noise.NoiseSource(seed=5)
+    noised = source.add_(
+        {n: g.clone() for n, g in expected.grads.items()},
+        sensitivity=sensitivity, noise_multiplier=sigma, sequence=1, stream="gradient",
+    )  # fmt: skip
+    noise_error = sum_error = 0.0
+    for n, p in model.named_parameters():
+        scale, start = float(expected.grads[n].abs().max()), training._ranks.offsets.get(n, 0)
+        mine = expected.grads[n].flatten()[start : start + summed[n].numel()]
+        if len(mine):
+            sum_error = max(sum_error, float((summed[n].flatten() - mine).abs().max()) / scale)
+        change = (before[n] - full(p)) * plan.expected_batch_size
+        noise_error = max(noise_error, float((change - noised[n]).abs().max() / noised[n].abs().max()))
+    for batch in batches:
+        training.step(batch)
+    return {"sum_error": sum_error, "noise_error": noise_error, "clip_norm": training.clip_norm, **ended(training)}
+
+
+def ended(training) -> dict:
+    found = weights(training.model)
+    return {"weights": found, "epsilon": training.epsilon, "charges": training.ledger.charges}
+
+
+def empty() -> dict:
+    dataset = data(4)
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.2, steps=20, expected_batch_size=1)
+    training = begin(build(), plan, dataset)
+    none = 0
+    for batch in training.batches(dataset):
+        none += batch.data is None
+        training.step(batch)
+    return {"empty_here": none, **ended(training)}
+
+
+def variance() -> dict:
+    """The gradient is zero, so the released steps are noise: 120,000 numbers a step."""
+    plan = cw.Plan(noise_multiplier=2.0, delta=1e-5, sampling_prob=0.5, steps=2, expected_batch_size=2)
+    model = nn.Sequential(nn.Linear(400, 300, bias=False))
+
+    def zero(m, x):
+        return 0.0 * m(x).sum(1)
+
+    training = begin(model, plan, torch.ones(4, 400), lr=1.0, loss=zero)
+    seen, at = [], full(model[0].weight).clone()
+    for batch in training.batches(torch.ones(4, 400)):
+        training.step(batch)
+        now = full(model[0].weight).clone()
+        seen.append(((at - now) * 2 / (2.0 * training.sensitivity)).flatten())
+        at = now
+    second = seen[1] - 0.5 * seen[0]  # momentum keeps half of the step before
+    stacked = torch.stack([seen[0], second])
+    return {
+        "deviation": float(stacked.std()),
+        "mean": float(stacked.mean()),
+        "correlation": float(torch.corrcoef(stacked)[0, 1]),
+    }
+
+
+def small_plan(steps: int) -> cw.Plan:
+    return cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.3, steps=steps, expected_batch_size=9)
+
+
+def part(path: str, checkpoint: str) -> dict:
+    """Three steps and a checkpoint; then the rest from it; or the checkpoint alone."""
+    training = begin(build(), small_plan(6), data(), ledger=path)
+    if WHAT != "first":
+        cw.load_checkpoint(training, checkpoint)
+        assert training.ledger.charges == 3
+    if WHAT == "restored":
+        return ended(training)
+    for number, batch in enumerate(training.batches(data())):
+        training.step(batch)
+        if WHAT == "first" and number == 2:
+            cw.save_checkpoint(training, checkpoint)
+            break
+    return ended(training)
+
+
+def fail(path: str) -> dict:
+    """The loss fails on rank 1, in the third step."""
+    calls = []
+
+    def failing(model, batch):
+        calls.append(1)
+        if dist.get_rank() == 1 and armed:
+            raise RuntimeError("bad record")
+        return losses(model, batch)
+
+    armed: list[int] = []
+    dataset = data(400)
+    training = begin(build(), small_plan(6), dataset, loss=failing, ledger=path)
+    for number, batch in enumerate(training.batches(dataset)):
+        if number == 2:
+            armed.append(1)
+        training.step(batch)
+    return ended(training)
+
+
+def long(path: str) -> dict:
+    dataset = data()
+    training = begin(build(), small_plan(100_000), dataset, ledger=path)
+    for number, batch in enumerate(training.batches(dataset)):
+        training.step(batch)
+        print(number + 1, flush=True)
+    return ended(training)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    runs = {"first": part, "second": part, "restored": part}
+    found = [runs.get(what, globals().get(what))(*REST) for what in WHAT.split(",")]
+    print(json.dumps(found[0] if len(found) == 1 else found), flush=True)
+    dist.destroy_process_group()
