@@ -59,6 +59,14 @@ class WrongOrder(ClipwiseError):
     """record, backward and release were called in an order that would clip, charge or noise wrongly."""
 
 
+class PrivateData(ClipwiseError):
+    """Something would look at private records without paying for it."""
+
+
+class MissingExtra(ClipwiseError, ImportError):
+    """A package that this part needs is not installed."""
+
+
 class RankFailed(ClipwiseError):
     """Another process of the run failed, so that this one cannot go on."""
 

@@ -17,7 +17,7 @@ import clipwise as cw
 from clipwise.integrations import distributed
 
 warnings.simplefilter("ignore")
-KIND, WHAT, *REST = sys.argv[1:]
+KIND, WHAT, *REST = (*sys.argv[1:], "", "")[: max(2, len(sys.argv) - 1)]
 
 
 def build() -> nn.Module:
