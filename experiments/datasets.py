@@ -149,7 +149,7 @@ def _adult() -> Data:
     return Data(parts[0], parts[1], 2)
 
 
-SENTENCE_LENGTH = 64  # tokens; the longest sentence of SST-2 has 66 with both ends marked
+SENTENCE_LENGTH = 64  # tokens; with both ends marked
 
 
 def _sst2() -> Data:
