@@ -318,13 +318,16 @@ def _progress_bar(
     plan: Plan, console: Console, hidden: bool
 ) -> Iterator[Callable[[PrivateTraining, int], None] | None]:
     """Step and ε spent so far; ε is computed a dozen times in all, since it takes a third of a second."""
-    if hidden or not console.is_terminal:
+    every = max(plan.steps // 12, 1)
+    if hidden:
         yield None
+        return
+    if not console.is_terminal:
+        yield lambda training, number: _line(training, plan, console) if number % (3 * every) == 0 else None
         return
     columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("epsilon {task.fields[eps]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("train", total=plan.steps, eps="0")
-        every = max(plan.steps // 12, 1)
 
         def tick(training: PrivateTraining, number: int) -> None:
             if number % every == 0 or number == plan.steps:
@@ -333,6 +336,12 @@ def _progress_bar(
                 bar.update(task, completed=training.ledger.charges)
 
         yield tick
+
+
+def _line(training: PrivateTraining, plan: Plan, console: Console) -> None:
+    """In a file or a pipe: one line at a time."""
+    spent = shown_epsilon(training.epsilon)
+    console.print(f"step {training.ledger.charges}/{plan.steps}  epsilon {spent}", highlight=False)
 
 
 def run() -> None:

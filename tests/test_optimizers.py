@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -22,6 +23,7 @@ ADAPTIVE = {  # the step does not change with the gradient's scale: C is worth n
     "AdaGrad": lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-30),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-30),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01, eps=1e-30),
+    "LAMB": lambda p: pytorch_optimizer.Lamb(p, lr=0.01, eps=1e-30, max_grad_norm=0.0, pre_norm=False),
 }
 OTHERS = {
     "Adadelta": lambda p: torch.optim.Adadelta(p),
@@ -29,6 +31,7 @@ OTHERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
     "Rprop": lambda p: torch.optim.Rprop(p),
     "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),
+    "LARS": lambda p: pytorch_optimizer.LARS(p, lr=0.1),
     "Adam, AMSGrad": lambda p: torch.optim.Adam(p, amsgrad=True),
 }
 

@@ -125,10 +125,12 @@ class PrivateFit(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
         """Log what is released, step the schedule, and stop when the plan is spent."""
         assert self.training is not None
-        shown = {"epsilon": self.training.epsilon, "clip_norm": self.training.clip_norm}
-        pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True)
-        _step_schedules(trainer, "step", self.training.ledger.charges)
-        if self.training.ledger.charges >= self.plan.steps:
+        charges = self.training.ledger.charges
+        if charges % max(trainer.log_every_n_steps, 1) == 0 or charges == self.plan.steps:  # ε takes a moment
+            shown = {"epsilon": self.training.epsilon, "clip_norm": self.training.clip_norm}
+            pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True)
+        _step_schedules(trainer, "step", charges)
+        if charges >= self.plan.steps:
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
