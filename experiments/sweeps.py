@@ -29,7 +29,7 @@ def heatmap() -> list[Point]:
 
 def dc_sgd() -> list[Point]:
     """D table VIII: each task at its three ε, each method."""
-    tasks = {"mnist_dc": (1.0, 2.0, 4.0), "names_dc": (8.0, 2.0, 4.0), "cifar10_dc": (8.0,)}
+    tasks = {"mnist_dc": (1.0, 2.0, 4.0), "names_dc": (8.0, 2.0, 4.0), "cifar10_dc": (8.0, 2.0, 4.0)}
     methods = ("abadi", "dc-sgd-p", "dc-sgd-e", "auto-s", "psac")
     return [(t, m, {"epsilon": e}) for t, levels in tasks.items() for e in levels for m in methods]
 

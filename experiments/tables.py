@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from .papers import LABELS, PRINTED, TASKS
+from .papers import D8, LABELS, P2, P3, WANTED, Cell
+from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
+from .sweeps import BEST, KNOBS, RATES, WITHOUT, choice
 
 
 def tuning_table(results: Path = RESULTS) -> str:
@@ -44,34 +47,108 @@ def models_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def papers_table(tasks: Sequence[str], results: Path = RESULTS) -> str:
+def accuracies(recipe: str, method: str, settings: Mapping[str, Any], results: Path = RESULTS) -> dict[int, float]:
+    """Percent by seed, of the device that has most runs; without privacy there is no ε to match."""
+    wanted = {k: v for k, v in settings.items() if k != "epsilon" or method != NON_PRIVATE}
+    rows = [r for r in rows_of(recipe, results) if r["method"] == method and r["settings"] == wanted]
+    if not rows:
+        return {}
+    devices = [r["device"] for r in rows]
+    device = max(devices, key=devices.count)
+    return {r["seed"]: 100 * r["accuracy"] for r in rows if r["device"] == device}
+
+
+def papers_table(cells: Sequence[Cell], results: Path = RESULTS) -> str:
     """Ours beside the papers', with n; PSAC is also compared with each other method seed by seed."""
     lines = ["| task | method | ours | n | PSAC − method, pairs | printed |", "|---|---|---|---|---|---|"]
-    for task in tasks:
-        found: dict[str, dict[tuple[int, str], float]] = {}  # noise differs between devices, so pairs do not
-        for row in rows_of(task, results):
-            if not row["settings"]:
-                found.setdefault(row["method"], {})[row["seed"], row["device"]] = 100 * row["accuracy"]
-        for method in LABELS:
-            if method not in found and method not in PRINTED[task]:
+    for cell in cells:
+        found = {method: accuracies(cell.recipe, method, cell.settings, results) for method in LABELS}
+        for method, ours in found.items():
+            printed = cell.printed.get(method)
+            if not ours and printed is None:
                 continue
-            ours, printed = found.get(method, {}), PRINTED[task].get(method)
-            pairs = [found["psac"][s] - v for s, v in ours.items() if s in found.get("psac", {}) and method != "psac"]
+            pairs = [found["psac"][s] - v for s, v in ours.items() if s in found["psac"] and method != "psac"]
             lines.append(
-                f"| {TASKS[task]} | {LABELS[method]} | {_spread(list(ours.values()))} | {len(ours)} | "
-                f"{_interval(pairs)} | {'' if printed is None else _printed(*printed)} |"
+                f"| {cell.label} | {LABELS[method]} | {spread(ours.values())} | {len(ours)} | {interval(pairs)} | "
+                f"{'' if printed is None else _printed(*printed)} |"
             )
     return "\n".join(lines)
 
 
-def _spread(values: list[float]) -> str:
+def heatmap_cells(method: str, results: Path = RESULTS) -> dict[tuple[float, float], float]:
+    """P figure 4: percent by (learning rate, knob)."""
+    knob, values = KNOBS[method]
+    return {
+        (rate, value): found[0]
+        for rate in RATES
+        for value in values
+        if 0 in (found := accuracies("fashion_mnist", method, {"lr": rate, knob: value}, results))
+    }
+
+
+def knob_spreads(method: str, results: Path = RESULTS) -> list[float]:
+    """For every learning rate, how far the accuracies over the knob lie apart."""
+    cells = heatmap_cells(method, results)
+    by_rate = [[v for (r, _), v in cells.items() if r == rate] for rate in RATES]
+    return [max(values) - min(values) for values in by_rate if values]
+
+
+def heatmap_table(results: Path = RESULTS) -> str:
+    """P figure 4 in numbers."""
+    lines = [
+        "| method | knob | best cell | worst cell | spread over the knob at the best lr | mean spread over all lr | "
+        "cells within 1 point of the best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method, (knob, values) in KNOBS.items():
+        cells = heatmap_cells(method, results)
+        if not cells:
+            lines.append(f"| {LABELS[method]} | {knob} | not run | | | | |")
+            continue
+        best = max(cells, key=cells.__getitem__)
+        at_best = [v for (rate, _), v in cells.items() if rate == best[0]]
+        near = sum(v >= cells[best] - 1 for v in cells.values())
+        lines.append(
+            f"| {LABELS[method]} | {knob} from {values[0]:g} to {values[-1]:g} | {cells[best]:.1f} (lr {best[0]:g}, "
+            f"{knob} {best[1]:g}) | {min(cells.values()):.1f} | {max(at_best) - min(at_best):.1f} | "
+            f"{statistics.mean(knob_spreads(method, results)):.1f} | {near} of {len(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+def best_table(results: Path = RESULTS) -> str:
+    """The best recipes, what each part of them brings, and the bars that were set beforehand."""
+    lines = ["| recipe | run | accuracy | n | wanted |", "|---|---|---|---|---|"]
+    for name in BEST:
+        runs_: list[tuple[str, str, dict[str, Any]]] = [("PSAC", "psac", {})]
+        runs_ += [(f"without {part}", "psac", change) for part, change in WITHOUT.items()]
+        runs_ += [("Abadi at the same C", "abadi", {}), ("not private", NON_PRIVATE, {})]
+        for label, method, settings in runs_:
+            ours = accuracies(name, method, settings, results)
+            wanted = f"≥ {WANTED[name]:g}" if label == "PSAC" else ""
+            lines.append(f"| {name} | {label} | {spread(ours.values())} | {len(ours)} | {wanted} |")
+    return "\n".join(lines)
+
+
+def choice_table(results: Path = RESULTS) -> str:
+    """The runs that the best recipes' model and learning rate were chosen from."""
+    lines = ["| recipe | model | learning rate | accuracy, one seed |", "|---|---|---|---|"]
+    for name, method, settings in choice():
+        found = accuracies(name, method, settings, results)
+        lines.append(f"| {name} | {settings['model']} | {settings['lr']:g} | {spread(found.values())} |")
+    return "\n".join(lines)
+
+
+def spread(given: Iterable[float]) -> str:
+    """Mean and standard deviation."""
+    values = list(given)
     if not values:
         return "not run"
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
+    apart = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{apart}"
 
 
-def _interval(differences: list[float]) -> str:
+def interval(differences: list[float]) -> str:
     """Mean and 95% interval by Student's t; nothing for fewer than three pairs."""
     if len(differences) < 3:
         return ""
@@ -88,6 +165,10 @@ def _printed(mean: float, spread: float | None) -> str:
 TABLES = {
     "tuning": tuning_table,
     "models": models_table,
-    "P2": partial(papers_table, ("mnist", "fashion_mnist")),
-    "D8": partial(papers_table, ("mnist_dc", "cifar10_dc", "names_dc")),
+    "P2": partial(papers_table, P2),
+    "P3": partial(papers_table, P3),
+    "P4": heatmap_table,
+    "D8": partial(papers_table, D8),
+    "best": best_table,
+    "choice": choice_table,
 }

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import datasets, encoder, models, recipes, runs, scattering, sweeps, tables
+from experiments import datasets, encoder, models, papers, recipes, runs, scattering, sweeps, tables
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -150,7 +150,7 @@ def test_result_files_fill_what_is_missing(made, tmp_path, capsys):
     rows = runs.rows_of("mnist", tmp_path)
     assert [(r["method"], r["seed"]) for r in rows] == [("psac", 0), ("abadi", 0), ("psac", 1), ("abadi", 1)]
     assert all(r["settings"] == {"epochs": 1, "batch_size": 60} and r["command"] for r in rows)
-    assert "| PSAC | not run | 0 |" in tables.papers_table(["mnist"], tmp_path)  # other settings than the table's
+    assert "| PSAC | not run | 0 |" in tables.papers_table(papers.P2[:1], tmp_path)  # other settings than the table's
     with pytest.raises(SystemExit, match="No method best"):
         runs.jobs_of("mnist", ["best"], 1, "cpu", {}, False)
     with pytest.raises(SystemExit, match="No setting speed"):
@@ -164,9 +164,43 @@ def test_tables_compare_seed_by_seed(tmp_path):
         for m, more in (("psac", 0.004), ("abadi", 0.0))
     ]
     (tmp_path / "mnist.json").write_text(json.dumps({"rows": rows}))
-    table = tables.papers_table(["mnist"], tmp_path)
+    table = tables.papers_table(papers.P2[:1], tmp_path)
     assert "| PSAC | 91.40 ± 1.00 | 3 |  | 98.24 ± 0.07 |" in table
     assert "| Abadi | 91.00 ± 1.00 | 3 | +0.40 ± 0.00 | 98.12 ± 0.07 |" in table
+
+
+def test_tables_keep_levels_and_devices_apart(tmp_path):
+    base = {"method": "abadi", "seed": 0, "settings": {"epsilon": 3.0}, "device": "cuda", "accuracy": 0.8}
+    rows = [
+        base,
+        base | {"seed": 1, "accuracy": 0.9},
+        base | {"device": "cpu", "accuracy": 0.1},  # fewer runs than on the other device
+        base | {"settings": {"epsilon": 8.0}, "accuracy": 0.95},
+        base | {"method": "non-private", "settings": {}, "accuracy": 0.99},
+    ]
+    (tmp_path / "sst2.json").write_text(json.dumps({"rows": rows}))
+    table = tables.papers_table(papers.P3, tmp_path).splitlines()
+    assert any("ε = 3 | Abadi | 85.00 ± 7.07 | 2 |" in line for line in table)
+    assert any("ε = 8 | Abadi | 95.00 | 1 |" in line for line in table)
+    assert sum("| not private | 99.00 | 1 |" in line for line in table) == 2
+
+
+def test_heatmap_numbers(tmp_path):
+    rows = [
+        {
+            "method": "abadi",
+            "seed": 0,
+            "settings": {"lr": rate, "clip_norm": value},
+            "device": "cpu",
+            "accuracy": 0.8 - 0.1 * i,
+        }
+        for rate in sweeps.RATES
+        for i, value in enumerate(sweeps.KNOBS["abadi"][1])
+    ]
+    (tmp_path / "fashion_mnist.json").write_text(json.dumps({"rows": rows}))
+    table = tables.heatmap_table(tmp_path)
+    assert "| 80.0 (lr 0.5, clip_norm 0.001) | 30.0 | 50.0 | 50.0 | 6 of 36 |" in table
+    assert "| PSAC | r | not run |" in table
 
 
 @pytest.mark.parametrize("build", [models.resnet9, models.resnet18, models.resnet34])
