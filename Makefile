@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Some CPUs announce AMX and then fault on it: keep oneDNN to AVX-512.
 export DNNL_MAX_CPU_ISA := AVX512_CORE
 
-.PHONY: setup demo test lint faults mutants bench data clean
+.PHONY: setup demo test lint faults mutants bench data docs clean
 
 setup: $(STAMP)
 
@@ -38,5 +38,9 @@ bench: $(STAMP)
 data: $(STAMP)
 	$(BIN)/python -m experiments data
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info

@@ -25,6 +25,7 @@ from .ledger import Ledger as Ledger
 from .ledger_file import read_ledger as read_ledger
 from .plan import Plan as Plan
 from .privatize import privatize as privatize
+from .report import save_report as save_report
 from .rules import PSAC as PSAC
 from .rules import Abadi as Abadi
 from .rules import AutoS as AutoS

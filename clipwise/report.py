@@ -27,6 +27,35 @@ def epsilon_over_steps(plan: Plan, charges: int, looks: int = 0, points: int = 8
     return [(k, plan.epsilon_at(plan.delta, k, looks) if k or looks else 0.0) for k in at]
 
 
+def save_report(
+    training: Any,
+    folder: str | Path,
+    *,
+    title: str = "A private run",
+    result: Mapping[str, Any] | None = None,
+    clip_norms: Sequence[float] | None = None,
+) -> Path:
+    """Write report.json and report.html of a run to `folder`; returns the page.
+
+    Args:
+        training: the run; its statement and its ε over the steps go into the report.
+        folder: made if it is not there.
+        title: the page's heading.
+        result: what else may be shown, such as {"accuracy": 0.93, "test_examples": 297} on public records.
+        clip_norms: C of every step, if it moved.
+    """
+    ledger = training.ledger
+    curves: dict[str, Any] = {"epsilon": epsilon_over_steps(training.plan, ledger.charges, ledger.looks)}
+    if clip_norms is not None:
+        curves["clip_norm"] = list(clip_norms)
+    shown = {"epsilon": training.epsilon, "delta": training.plan.delta, "steps": ledger.charges, **(result or {})}
+    content = {"title": title, "result": shown, "privacy_statement": training.statement(), "curves": curves}
+    path = Path(folder) / "report.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return write_report(path)
+
+
 def write_report(run: str | Path, *, non_private: bool = False) -> Path:
     """Read RUN/report.json, write RUN/report.html; the page's path."""
     given = Path(run)

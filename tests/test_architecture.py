@@ -53,7 +53,7 @@ ALLOWED = {
     "checkpoint": BASE | {"batch", "ledger", "thresholds", "training"},
     "integrations": BASE
     | {"_show", "batch", "checkpoint", "clipping", "engine", "evaluation", "ledger", "noise", "plan", "privatize"}
-    | {"ranks", "sampling", "training"},
+    | {"integrations", "ranks", "sampling", "thresholds", "training"},
     "recipes": {
         "errors",
         "plan",

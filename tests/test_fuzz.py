@@ -25,8 +25,14 @@ def test_random_models_match_a_loop_over_single_examples(seed):
     model = model.double()
     data = brute.double(data)
     rule = (cw.PSAC(), cw.Abadi(), cw.AutoS())[seed % 3]
+    try:
+        grads = brute.gradients(model, losses, data)
+    except RuntimeError as error:  # a few models change in place what autograd needs, and do not run in plain PyTorch
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
+        with pytest.raises((RuntimeError, errors.ClipwiseError)):
+            cw.clipped_sum(model, losses, data, rule, 0.3)
+        return
     out = cw.clipped_sum(model, losses, data, rule, 0.3)
-    grads = brute.gradients(model, losses, data)
     total, norms = brute.clipped(grads, type(rule).__name__, 0.3)
     assert torch.allclose(out.norms, norms, rtol=1e-9, atol=1e-12)
     assert brute.distance(dict(out.grads), total) <= 1e-9 * (1 + brute.norm(total))

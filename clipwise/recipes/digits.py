@@ -5,12 +5,10 @@ The test images are declared public, so their accuracy may be shown.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import BudgetExhausted
 from ..plan import Plan
 from ..privatize import privatize
-from ..report import epsilon_over_steps, write_report
+from ..report import save_report
 from ..rules import Abadi
 from ..statement import save_statement
 from ..thresholds import FixedThreshold
@@ -126,28 +124,16 @@ def train_digits(
     training = trained(plan, lr, ledger, look)
     accuracy, test_labels = test_accuracy(training.model), load_digits()[1][1]
     seconds = time.perf_counter() - began
-    path = None if out is None else Path(out) / "report.json"
-    report = None if path is None else str(path.with_suffix(".html"))
+    report = None if out is None else str(Path(out) / "report.html")
     result = RunResult(
         accuracy, len(test_labels), training.epsilon, plan.delta, training.ledger.charges, seconds, report
     )
-    if path is not None:
-        _write_report(path, result, training, clip_norms)
+    if out is not None:
+        _write_report(Path(out), result, training, clip_norms)
     return result
 
 
-def _write_report(path: Path, result: RunResult, training: PrivateTraining, clip_norms: list[float]) -> None:
-    curves = {
-        "epsilon": epsilon_over_steps(training.plan, training.ledger.charges, training.ledger.looks),
-        "clip_norm": clip_norms,
-    }
-    content: dict[str, Any] = {
-        "title": "Digits, trained privately",
-        "result": asdict(result),
-        "privacy_statement": training.statement(),
-        "curves": curves,
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    write_report(path)
-    torch.save(training.model.state_dict(), path.parent / "model.pt")
-    save_statement(training, path.parent / "statement.json")
+def _write_report(folder: Path, result: RunResult, training: PrivateTraining, clip_norms: list[float]) -> None:
+    save_report(training, folder, title="Digits, trained privately", result=asdict(result), clip_norms=clip_norms)
+    torch.save(training.model.state_dict(), folder / "model.pt")
+    save_statement(training, folder / "statement.json")
