@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import coverage, digits, fetch, figures, runs, sweeps, synthetic, tables
+from . import analysis, coverage, digits, fetch, figures, report, runs, sweeps, synthetic, tables
 from .recipes import RECIPES
 from .results_io import RESULTS, save
 
@@ -22,6 +22,9 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "thresholds": digits.thresholds,
     "tuning": digits.tuning,
     "models": coverage.models,
+    "weights": analysis.weights,
+    "lazy": analysis.lazy,
+    "bias": analysis.bias,
 }
 
 
@@ -43,6 +46,7 @@ def main() -> None:
         one.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
         one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     kinds.add_parser("merge", help="add rows of result files made elsewhere").add_argument("folder", type=Path)
+    kinds.add_parser("results", help="write RESULTS.md")
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
     kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
     given = parser.parse_args()
@@ -61,6 +65,8 @@ def main() -> None:
         runs.run(jobs, given.jobs, given.results)
     elif given.kind == "merge":
         runs.merge(given.folder)
+    elif given.kind == "results":
+        print(report.write())
     elif given.kind == "figure":
         print(*figures.draw(given.name), sep="\n")
     else:

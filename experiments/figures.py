@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .papers import LABELS
 from .results_io import RESULTS, load
+from .sweeps import KNOBS, RATES
+from .tables import heatmap_cells
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 COLORS = ("#3465a4", "#cc5500", "#4e9a06")
+LINES = ("#555555", "#3465a4", "#729fcf", "#4e9a06", "#cc5500", "#75507b")
 
 
 def draw(name: str, results: Path = RESULTS, out: Path = FIGURES) -> list[Path]:
@@ -90,8 +94,117 @@ def convergence_figure(found: dict[str, Any]) -> Any:
     return figure
 
 
+def heatmap_figure(found: dict[str, Any]) -> Any:
+    """P figure 4: accuracy over the learning rate and each rule's own knob."""
+    signs = {"r": "r", "gamma": "γ", "clip_norm": "C"}
+    figure, axes = _panels(len(KNOBS), sharey=True)
+    for axis, (method, (knob, values)) in zip(axes, KNOBS.items(), strict=True):
+        cells = heatmap_cells(found["rows"], method)
+        grid = [[cells.get((rate, value), float("nan")) for value in values] for rate in RATES]
+        axis.imshow(grid, origin="lower", cmap="viridis", vmin=30, vmax=90, aspect="auto")
+        for i, row in enumerate(grid):
+            for j, value in enumerate(row):
+                color = "white" if value < 65 else "black"
+                axis.text(j, i, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
+        axis.set(title=LABELS[method], xlabel=signs[knob])
+        axis.set_xticks(range(len(values)), [f"{v:.0e}" if v < 0.01 else f"{v:g}" for v in values], fontsize=8)
+        axis.set_yticks(range(len(RATES)), [f"{v:g}" for v in RATES])
+    axes[0].set_ylabel("learning rate")
+    figure.suptitle("Fashion-MNIST, (3, 1e-5)-DP: test accuracy in percent, one seed; C = 0.1 for PSAC, AUTO-S", y=1.02)
+    return figure
+
+
+def weight_figure(found: dict[str, Any]) -> Any:
+    """P figure 2: the weight of an example against the norm of its gradient, and the norm that results."""
+    figure, (left, right) = _panels(2)
+    for color, (name, weights) in zip(LINES, found["weights"].items(), strict=False):
+        left.plot(found["norms"], weights, color=color, label=name)
+        right.plot(found["norms"], [n * w for n, w in zip(found["norms"], weights, strict=True)], color=color)
+    left.set(xscale="log", yscale="log", xlabel="norm n", ylabel="weight w(n)", ylim=(5e-3, 2e4))
+    right.set(xscale="log", xlabel="norm n", ylabel="weighted norm n·w(n)")
+    left.legend(frameon=False, fontsize=8)
+    figure.subplots_adjust(wspace=0.3)
+    return figure
+
+
+def lazy_figure(found: dict[str, Any]) -> Any:
+    """P figure 5, A figure 3: where the weighted gradient vanishes although the true one does not."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.8))
+    axis = figure.subplots()
+    for color, (name, curve) in zip(LINES, found["curves"].items(), strict=True):
+        axis.plot(found["thetas"], curve, color=color, label=name)
+    axis.axhline(0, color="black", lw=0.5)
+    axis.set(xlabel="θ", ylabel="mean weighted gradient", title="Logistic regression on N(±1, 1), weights up to scale")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def turning_figure(found: dict[str, Any]) -> Any:
+    """P figure 3: the cosine of each rule's mean gradient with the true one along a private run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.8))
+    axis = figure.subplots()
+    steps = sorted({row["step"] for row in found["curves"]})
+    names = [key for key in found["curves"][0] if key not in ("seed", "step")]
+    for color, name in zip(LINES, names, strict=False):
+        at = [[row[name] for row in found["curves"] if row["step"] == step] for step in steps]
+        axis.plot(steps, [sum(v) / len(v) for v in at], color=color, label=name)
+        axis.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=color, alpha=0.12, lw=0)
+    seeds = len({row["seed"] for row in found["curves"]})
+    axis.set(xlabel="step", ylabel="cosine with the true gradient")
+    axis.set_title(f"MNIST, 4-layer CNN: mean and range of {seeds} runs, {found['rows']} examples each", fontsize=10)
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def example_figure(found: dict[str, Any]) -> Any:
+    """P figure 1: small gradients point elsewhere than the batch's."""
+    figure, axes = _panels(len(found["examples"]), sharey=True)
+    for axis, part in zip(axes, found["examples"], strict=True):
+        axis.scatter(part["norms"], part["cosines"], s=5, color=LINES[1], alpha=0.6, lw=0)
+        axis.axhline(0, color="black", lw=0.5)
+        wide = max(part["norms"]) > 10 * min(part["norms"])
+        axis.set(
+            title=f"step {part['step']}", xlabel="norm of an example's gradient", xscale="log" if wide else "linear"
+        )
+    axes[0].set_ylabel("cosine with the batch's mean gradient")
+    figure.suptitle("MNIST, 4-layer CNN, a private run under PSAC", y=1.02)
+    return figure
+
+
+def threshold_figure(found: dict[str, Any]) -> Any:
+    """C over a run of DC-SGD on real data, at each ε."""
+    rows = [row for row in found["rows"] if "clip_norms" in row and row["settings"].keys() == {"epsilon"}]
+    rows.sort(key=lambda row: (row["settings"]["epsilon"], row["seed"]))
+    methods = [m for m in LABELS if any(row["method"] == m for row in rows)]
+    levels = sorted({row["settings"]["epsilon"] for row in rows})
+    figure, axes = _panels(len(methods), sharey=True)
+    for axis, method in zip(axes, methods, strict=True):
+        for row in (r for r in rows if r["method"] == method):
+            level = row["settings"]["epsilon"]
+            every = max(1, row["steps"] // 100)
+            label = f"ε = {level:g}" if row["seed"] == 0 else None
+            steps = [every * i for i in range(len(row["clip_norms"]))]
+            axis.plot(steps, row["clip_norms"], color=COLORS[levels.index(level)], lw=0.9, alpha=0.8, label=label)
+        axis.set(title=LABELS[method], xlabel="step", yscale="log")
+    axes[0].set_ylabel("clip norm C")
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"{found['recipe']['data'].upper()}: the clip norm that DC-SGD chooses", y=1.02)
+    return figure
+
+
 DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "D2": ("percentiles", percentile_figure),
     "D3": ("errors", error_figure),
     "thresholds": ("thresholds", convergence_figure),
+    "P1": ("bias", example_figure),
+    "P2": ("weights", weight_figure),
+    "P3": ("bias", turning_figure),
+    "P4": ("fashion_mnist", heatmap_figure),
+    "P5": ("lazy", lazy_figure),
+    "dc_mnist": ("mnist_dc", threshold_figure),
+    "dc_names": ("names_dc", threshold_figure),
 }

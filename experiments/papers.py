@@ -45,7 +45,7 @@ P2 = (
 )
 P3 = _levels(
     "sst2",
-    "SST-2, MiniLM of 22.7M parameters (stands in for RoBERTa-base, 125M, which the paper's numbers are of)",
+    "SST-2, MiniLM (stands in for RoBERTa-base)",
     {"abadi": (91.86, 92.09), "auto-s": (92.32, 92.43), "psac": (92.43, 92.55)},
     (3.0, 8.0),
 )

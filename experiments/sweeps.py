@@ -34,6 +34,11 @@ def dc_sgd() -> list[Point]:
     return [(t, m, {"epsilon": e}) for t, levels in tasks.items() for e in levels for m in methods]
 
 
+def percentiles() -> list[Point]:
+    """DC-SGD-P on MNIST at other percentiles than the median."""
+    return [("mnist_dc", "dc-sgd-p", {"epsilon": 1.0, "percentile": p}) for p in (0.9, 0.7)]
+
+
 def glue() -> list[Point]:
     """P table 3, A table 2, on SST-2: each rule at two ε, and without privacy."""
     methods = ("abadi", "auto-v", "auto-s", "psac")
@@ -64,7 +69,7 @@ def choice() -> list[Point]:
     ]
 
 
-SWEEPS = {"P4": heatmap, "D8": dc_sgd, "P3": glue, "best": best, "choice": choice}
+SWEEPS = {"P4": heatmap, "D8": dc_sgd, "P3": glue, "best": best, "choice": choice, "percentiles": percentiles}
 
 
 def sweep(name: str, seeds: int, device: str, compile: bool, only: Sequence[str] = ()) -> list[Job]:

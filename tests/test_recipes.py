@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import datasets, encoder, models, papers, recipes, runs, scattering, sweeps, tables
+from experiments import analysis, datasets, encoder, models, papers, recipes, report, runs, scattering, sweeps, tables
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -199,7 +199,7 @@ def test_heatmap_numbers(tmp_path):
     ]
     (tmp_path / "fashion_mnist.json").write_text(json.dumps({"rows": rows}))
     table = tables.heatmap_table(tmp_path)
-    assert "| 80.0 (lr 0.5, clip_norm 0.001) | 30.0 | 50.0 | 50.0 | 6 of 36 |" in table
+    assert "| 80.0 (lr 0.5, clip_norm 0.001) | 30.0 | 50.0 | 50.0 | 50.0 | 6 of 36 |" in table
     assert "| PSAC | r | not run |" in table
 
 
@@ -273,3 +273,58 @@ def test_scattering_has_its_orders():
     x = torch.rand(3, 2, 28, 28)
     alone = torch.cat([scattering.features(x[i : i + 1], 27) for i in range(3)])
     assert torch.allclose(scattering.features(x, 27), alone, atol=1e-4)  # a record's features are its own
+
+
+def test_committed_page_is_what_the_result_files_say():
+    assert report.REPORT.read_text() == report.text()
+
+
+def test_claims_follow_from_numbers(tmp_path):
+    def row(seed, accuracy, method="psac", settings=None):
+        given = {"method": method, "seed": seed, "settings": settings or {}, "device": "cpu", "accuracy": accuracy}
+        return given | {"command": "c", "commit": "abc", "machine": "m", "torch": "2"}
+
+    def found(rows):
+        (tmp_path / "mnist.json").write_text(json.dumps({"rows": rows}))
+        return {c.text: c.verdict for c in report.claims(tmp_path)}
+
+    bar, pair = (
+        "MNIST, PSAC at the paper's settings: ≥ 98.1",
+        "P table 2: PSAC above Abadi on MNIST, 4-layer CNN, (3, 1e-5)",
+    )
+    assert found([])[bar] == "not run"
+    assert found([row(0, 0.99)])[bar] == report.OPEN
+    high = [row(s, 0.985 + 0.001 * s) for s in range(3)]
+    assert found(high)[bar] == report.HOLDS
+    assert found([row(s, 0.97) for s in range(3)])[bar] == report.FAILS
+    low = [row(s, 0.96 + 0.0011 * s, "abadi") for s in range(3)]
+    assert found(high + low)[pair] == report.HOLDS
+    assert (
+        found(high + [row(r["seed"], 2 * 0.985 - r["accuracy"], "abadi") for r in high])[pair] == "no difference seen"
+    )
+    curves = [{"seed": s, "step": 0} | dict.fromkeys(analysis.TURNING, 0.5) | {"PSAC, r = 0.1": 0.6} for s in range(2)]
+    (tmp_path / "bias.json").write_text(json.dumps({"curves": curves}))
+    verdicts = found(high)
+    assert verdicts["P fig. 3: PSAC (r = 0.1, C = 0.1) turns the gradient less than AUTO-V, MNIST"] == report.HOLDS
+    assert "| mnist.json | `c` | abc | m, torch 2 | 3 |" in report.sources(tmp_path)
+    assert "- MNIST, 4-layer CNN, (3, 1e-5): no run." not in report.missing(tmp_path)
+    assert "- Fashion-MNIST, 4-layer CNN, (3, 1e-5): no run." in report.missing(tmp_path)
+
+
+def test_rules_turn_and_stop_gradients_as_the_papers_say():
+    lazy = analysis.lazy(2_000)
+    assert max(abs(v) for v in lazy["curves"]["AUTO-V"]) < 1e-9  # signs alone, half of each: it never moves
+    assert lazy["curves"]["PSAC, r = 0.01"][-1] > lazy["curves"]["AUTO-S, γ = 0.01"][-1] > 0
+    weights = analysis.weights()["weights"]
+    assert weights["AUTO-S, γ = 0.01"][0] > 90 > 2 > weights["PSAC, r = 0.1"][0]
+    same = torch.ones(4, 3)
+    assert all(value == 1 for value in analysis.turned(same).values())
+
+
+def test_brute_force_gradients_are_autograds():
+    torch.manual_seed(0)
+    model, batch = models.paper_cnn(), (torch.randn(3, 1, 28, 28), torch.tensor([1, 2, 3]))
+    losses = recipes.losses_of(recipes.RECIPES["mnist"])
+    found = analysis.per_example(model, losses, batch).sum(0)
+    losses(model, batch).sum().backward()
+    assert torch.allclose(found, torch.cat([p.grad.flatten() for p in model.parameters()]), atol=1e-5)
