@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py: `kind what …`; prints one line of JSON."""
+"""One rank of tests/test_distributed.py, and of benchmarks/several_gpus.py: `kind what …`; prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import clipwise as cw
 from clipwise.integrations import distributed
 
 warnings.simplefilter("ignore")
+ON_GPU = os.environ.get("CLIPWISE_DEVICE") == "cuda"
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if ON_GPU else "cpu"
 KIND, WHAT, *REST = (*sys.argv[1:], "", "")[: max(2, len(sys.argv) - 1)]
 
 
@@ -37,8 +39,9 @@ def data(n: int = 40):
 
 
 def begin(model, plan, dataset, lr: float = 0.1, loss=losses, **options):
+    model.to(DEVICE)
     if KIND == "sharded":
-        distributed.check(model, loss, dataset)
+        distributed.check(model, loss, dataset, device=DEVICE)
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer)
@@ -53,6 +56,7 @@ def full(x):
 
 def weights(model) -> str:
     flat = torch.cat([full(p).flatten() for p in model.parameters()])
+    flat = flat.cpu()
     return " ".join(f"{v:.9g}" for v in (flat * torch.arange(1, len(flat) + 1)).double().cumsum(0)[::7].tolist())
 
 
@@ -69,17 +73,19 @@ def equal() -> dict:
     model = build()
     training = begin(model, plan, dataset, lr=1.0, seed=5, microbatch=4)
     before = {n: full(p).clone() for n, p in model.named_parameters()}
-    batches = training.batches(dataset)
+    batches = training.batches(dataset, device=DEVICE)
     batch = next(batches)
     mine = torch.zeros(len(dataset[0]), dtype=torch.int64)
     if batch.data is not None:
         for row, label in zip(*batch.data, strict=True):  # which records: those of this rank's share that match
             found = [
                 i for i in range(rank, 40, ranks)
-                if torch.equal(dataset[0][i], row) and dataset[1][i] == label and not mine[i]
+                if torch.equal(dataset[0][i], row.cpu()) and dataset[1][i] == label.cpu() and not mine[i]
             ]  # fmt: skip
             mine[found[0]] = 1
+    mine = mine.to(DEVICE)
     dist.all_reduce(mine)
+    mine = mine.cpu()
     C = training.clip_norm
     sensitivity, sigma = training.sensitivity, plan.gradient_noise_multiplier
     summed = {}
@@ -92,8 +98,8 @@ def equal() -> dict:
 
     training._noise.add_ = seen
     training.step(batch)
-    alone = build()
-    union = tuple(x[mine.bool()] for x in dataset)
+    alone = build().to(DEVICE)
+    union = tuple(x[mine.bool()].to(DEVICE) for x in dataset)
     expected = cw.clipped_sum(alone, losses, union, cw.Abadi(), C)
     source = cw.noise.NoiseSource(seed=5)
     noised = source.add_(
@@ -123,7 +129,7 @@ def empty() -> dict:
     plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.2, steps=20, expected_batch_size=1)
     training = begin(build(), plan, dataset)
     none = 0
-    for batch in training.batches(dataset):
+    for batch in training.batches(dataset, device=DEVICE):
         none += batch.data is None
         training.step(batch)
     return {"empty_here": none, **ended(training)}
@@ -139,7 +145,7 @@ def variance() -> dict:
 
     training = begin(model, plan, torch.ones(4, 400), lr=1.0, loss=zero)
     seen, at = [], full(model[0].weight).clone()
-    for batch in training.batches(torch.ones(4, 400)):
+    for batch in training.batches(torch.ones(4, 400), device=DEVICE):
         training.step(batch)
         now = full(model[0].weight).clone()
         seen.append(((at - now) * 2 / (2.0 * training.sensitivity)).flatten())
@@ -165,7 +171,7 @@ def part(path: str, checkpoint: str) -> dict:
         assert training.ledger.charges == 3
     if WHAT == "restored":
         return ended(training)
-    for number, batch in enumerate(training.batches(data())):
+    for number, batch in enumerate(training.batches(data(), device=DEVICE)):
         training.step(batch)
         if WHAT == "first" and number == 2:
             cw.save_checkpoint(training, checkpoint)
@@ -186,7 +192,7 @@ def fail(path: str) -> dict:
     armed: list[int] = []
     dataset = data(400)
     training = begin(build(), small_plan(6), dataset, loss=failing, ledger=path)
-    for number, batch in enumerate(training.batches(dataset)):
+    for number, batch in enumerate(training.batches(dataset, device=DEVICE)):
         if number == 2:
             armed.append(1)
         training.step(batch)
@@ -196,7 +202,7 @@ def fail(path: str) -> dict:
 def long(path: str) -> dict:
     dataset = data()
     training = begin(build(), small_plan(100_000), dataset, ledger=path)
-    for number, batch in enumerate(training.batches(dataset)):
+    for number, batch in enumerate(training.batches(dataset, device=DEVICE)):
         training.step(batch)
         print(number + 1, flush=True)
     return ended(training)
@@ -204,7 +210,10 @@ def long(path: str) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    backend = os.environ.get("CLIPWISE_BACKEND", "nccl" if ON_GPU else "gloo")
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group(backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     runs = {"first": part, "second": part, "restored": part}
     found = [runs.get(what, globals().get(what))(*REST) for what in WHAT.split(",")]
     print(json.dumps(found[0] if len(found) == 1 else found), flush=True)

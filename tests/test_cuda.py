@@ -210,3 +210,17 @@ def test_one_position_and_few():
         bound = grad.squared_norms().sqrt()
         assert (bound >= truth).all()
         assert (bound <= 1.05 * truth).all()
+
+
+def test_a_part_of_a_tensor_gets_the_noise_of_the_whole():
+    """Sharded parameters: noise is addressed by element, and agrees with the reference in float64."""
+    from clipwise import chacha
+    from clipwise.chacha_cuda import add_gaussians_
+
+    keys = [bytes(range(32)), bytes(range(1, 33))]
+    for offsets in ([0, 0], [1, 2047], [3000, 4096], [2048, 6143]):
+        parts = [torch.zeros(5000, device="cuda"), torch.ones(701, device="cuda")]
+        add_gaussians_(parts, keys, 2.0, offsets)
+        for start, part, key, begun in zip(offsets, parts, keys, (0, 1), strict=True):
+            expected = begun + 2 * chacha.gaussians(key, start, len(part)).float()
+            assert torch.allclose(part.cpu(), expected, atol=1e-5)

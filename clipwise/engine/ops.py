@@ -223,7 +223,7 @@ def check_batch_norm(values: Mapping[str, Any]) -> None:
     if values.get("training", False) or values.get("running_mean") is None:
         raise CrossExampleOp(
             "batch_norm normalises each example by the others of its batch, so one example influences every "
-            "gradient. Replace it by group norm (nn.GroupNorm), or put it into eval mode."
+            "gradient. Swap in group norm, model = clipwise.fix_batch_norm(model), or put it into eval mode."
         )
 
 

@@ -206,8 +206,8 @@ class _Rig:
             restore_state(self.model, before)
         if changed := _differing(*after):
             raise CrossExampleOp(
-                f"{', '.join(changed[:5])} are changed by the forward pass: they gather statistics of the "
-                "data that are never noised, and would be published with the model. Turn that off (for example with "
+                f"The forward pass writes into the model, by what the data is: {', '.join(changed[:5])}. That is never "
+                "noised, and would be published with the model. Turn it off (for example with "
                 "track_running_stats=False)."
             )
 
