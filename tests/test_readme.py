@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_ten_lines_run(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "one example" in printed
 
 
 def test_numbers_come_from_the_committed_result_file():
-    import json
-
-    results = json.loads((Path(__file__).parent.parent / "benchmarks/results/step.json").read_text())["results"]
+    results = json.loads((ROOT / "benchmarks/results/step.json").read_text())["results"]
     for name, found in results.items():
         assert f"| {name} | {found['plain_ms']:.0f} ms | **{found['clipwise']:.2f}×**" in README
+
+
+ACCURACIES = {
+    "MNIST, the papers' CNN, ε = 3, PSAC": "mnist",
+    "Fashion-MNIST, the papers' CNN, ε = 3, PSAC": "fashion_mnist",
+    "MNIST, scattering features, ε = 3, PSAC": "mnist_best",
+    "Fashion-MNIST, scattering features, ε = 3, PSAC": "fashion_mnist_best",
+    "CIFAR-10 from scratch, scattering features, ε = 3, PSAC": "cifar10_best",
+}
+
+
+@pytest.mark.parametrize("task", ACCURACIES)
+def test_accuracies_come_from_committed_result_files(task):
+    rows = json.loads((ROOT / f"experiments/results/{ACCURACIES[task]}.json").read_text())["rows"]
+    found = [
+        100 * r["accuracy"]
+        for r in rows
+        if (r["method"], r["settings"], r["device"]) == ("psac", {}, "cuda") and r["seed"] < 5
+    ]
+    assert len(found) == 5
+    assert f"| {task} | {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f} |" in README
+
+
+def test_gpu_numbers_come_from_the_committed_result_file():
+    results = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())["results"]
+    for name, r in results.items():
+        rows = [line for line in README.splitlines() if line.startswith(f"| {name}")]
+        numbers = (
+            f"| {r['compiled_ms']:.1f} ms | {r['clipwise_compiled_ms']:.1f} ms | {r['ratio_to_compiled']:.2f}× | "
+            f"{r['memory_ratio']:.2f}× | {r['noise_ms']:.1f} ms |"
+        )
+        assert any(row.endswith(numbers) for row in rows), (rows, numbers)
