@@ -25,6 +25,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "weights": analysis.weights,
     "lazy": analysis.lazy,
     "bias": analysis.bias,
+    "bound": analysis.bound,
 }
 
 

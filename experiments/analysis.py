@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,3 +103,16 @@ def bias(seeds: int = 3, steps: int = 936, every: int = 36, rows: int = 512) -> 
                     examples.append({"step": step, "norms": _short(gradients.norm(dim=1)), "cosines": _short(cosines)})
             training.step(batch)
     return {"recipe": "mnist", "rows": rows, "curves": curves, "examples": examples}
+
+
+def bound(points: int = 121, low: float = 1e-4, high: float = 1.0) -> dict[str, Any]:
+    """P theorem 2: the term that no number of steps removes, against r, for gradient noise (τ₀, τ₁)."""
+    r = torch.logspace(math.log10(low), math.log10(high), points, dtype=torch.float64)
+    curves = []
+    for t0, t1 in ((0.1, 0.5), (1.0, 0.5), (1.0, 0.9)):
+        left = 1 - t1
+        inner = 2 * t0 + r * left
+        least = (inner * t0 / (4 * t0**2 + 2 * r * t0 * left + r * left**2)).clamp(max=t0 / left)
+        term = 8 * t0**2 * (1 + t0) / (3 * least * left**3 * (t0 + r * left / inner) * (2 * r.sqrt() - r))
+        curves.append({"tau_0": t0, "tau_1": t1, "term": _short(term)})
+    return {"r": _short(r), "curves": curves}

@@ -17,6 +17,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -168,6 +169,12 @@ def _sst2() -> Data:
     return Data(parts[0], parts[1], 2)
 
 
+def _images() -> ModuleType:
+    from . import images
+
+    return images
+
+
 LOADERS: dict[str, Callable[[], Data]] = {
     "mnist": lambda: _idx_data("mnist", 0.1307, 0.3081),
     "fashion_mnist": lambda: _idx_data("fashion_mnist", 0.2860, 0.3530),
@@ -175,6 +182,9 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "names": _names,
     "adult": _adult,
     "sst2": _sst2,
+    "imagenette": lambda: _images().imagenette(),
+    "celeba_smiling": lambda: _images().celeba("Smiling"),
+    "celeba_male": lambda: _images().celeba("Male"),
 }
 
 

@@ -175,6 +175,23 @@ def example_figure(found: dict[str, Any]) -> Any:
     return figure
 
 
+def bound_figure(found: dict[str, Any]) -> Any:
+    """P theorem 2: what remains of the bound however long one trains."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.8))
+    axis = figure.subplots()
+    for color, curve in zip(COLORS, found["curves"], strict=True):
+        axis.plot(found["r"], curve["term"], color=color, label=f"τ₀ = {curve['tau_0']:g}, τ₁ = {curve['tau_1']:g}")
+    start = found["curves"][0]["term"][0] / 3
+    for power, style in ((-0.5, "--"), (-1.0, ":")):
+        guide = [start * (r / found["r"][0]) ** power for r in found["r"]]
+        axis.plot(found["r"], guide, color="black", lw=0.8, ls=style, label=f"order r^({power:g})")
+    axis.set(xscale="log", yscale="log", xlabel="r", ylabel="term that remains", title="P, theorem 2, as printed")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def threshold_figure(found: dict[str, Any]) -> Any:
     """C over a run of DC-SGD on real data, at each ε."""
     rows = [row for row in found["rows"] if "clip_norms" in row and row["settings"].keys() == {"epsilon"}]
@@ -205,6 +222,7 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "P3": ("bias", turning_figure),
     "P4": ("fashion_mnist", heatmap_figure),
     "P5": ("lazy", lazy_figure),
+    "P_bound": ("bound", bound_figure),
     "dc_mnist": ("mnist_dc", threshold_figure),
     "dc_names": ("names_dc", threshold_figure),
 }

@@ -42,6 +42,21 @@ P2 = (
         "Fashion-MNIST, 4-layer CNN, (3, 1e-5)",
         {"abadi": (86.22, 0.29), "auto-s": (86.30, 0.21), "psac": (86.56, 0.16), "non-private": (89.57, None)},
     ),
+    Cell(
+        "imagenette",
+        "imagenette at 96 pixels, ResNet9, (8, 1e-4)",
+        {"abadi": (63.66, 0.05), "auto-s": (63.44, 0.24), "psac": (64.00, 0.16), "non-private": (71.11, None)},
+    ),
+    Cell(
+        "celeba_smiling",
+        "CelebA Smiling, ResNet9, (8, 5e-6)",
+        {"abadi": (91.17, None), "auto-s": (91.10, None), "psac": (91.41, None)},
+    ),
+    Cell(
+        "celeba_male",
+        "CelebA Male, ResNet9, (8, 5e-6)",
+        {"abadi": (95.46, None), "auto-s": (95.48, None), "psac": (95.57, None)},
+    ),
 )
 P3 = _levels(
     "sst2",

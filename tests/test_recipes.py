@@ -54,8 +54,29 @@ def made(tmp_path, monkeypatch):
         ]
         (tmp_path / "adult" / file).write_text("|1x3 Cross validator\n" * bool(dot) + "\n".join(lines) + "\n")
     made_sentences(tmp_path)
+    made_images(tmp_path)
     monkeypatch.setenv("CLIPWISE_DATA", str(tmp_path))
     return tmp_path
+
+
+def made_images(folder: Path) -> None:
+    """imagenette's and CelebA's layouts; a class is a colour."""
+    from PIL import Image
+
+    for part in ("train", "val"):
+        for number, name in enumerate(("n01", "n02")):
+            (folder / "imagenette" / part / name).mkdir(parents=True)
+            for i in range(8):
+                image = Image.new("RGB", (40, 30), (255 * number, 10 * i, 0))
+                image.save(folder / "imagenette" / part / name / f"{i}.JPEG")
+    (folder / "celeba" / "img_align_celeba").mkdir(parents=True)
+    names = [f"{i:06d}.jpg" for i in range(12)]
+    for i, name in enumerate(names):
+        Image.new("RGB", (20, 24), (20 * i, 0, 0)).save(folder / "celeba" / "img_align_celeba" / name)
+    rows = "".join(f"{name} {1 - 2 * (i % 2)} -1\n" for i, name in enumerate(names))
+    (folder / "celeba" / "list_attr_celeba.txt").write_text(f"12\nSmiling Male\n{rows}")
+    parts = "".join(f"{name} {i % 3}\n" for i, name in enumerate(names))
+    (folder / "celeba" / "list_eval_partition.txt").write_text(parts)
 
 
 def made_sentences(folder: Path) -> None:
@@ -91,6 +112,11 @@ def test_every_layout_is_read(made):
     assert shapes["cifar10"] == [(20, 3, 32, 32), (20,)]
     assert shapes["names"] == [(96, 20), (96,)]
     assert shapes["adult"][0][0] == 9
+    assert shapes["imagenette"] == [(16, 3, 96, 96), (16,)]
+    assert shapes["celeba_smiling"] == [(4, 3, 64, 64), (4,)]
+    assert datasets.load("celeba_smiling").train[1].tolist() == [1, 0, 1, 0]
+    assert datasets.load("celeba_male").test[1].tolist() == [0] * 4
+    assert torch.allclose(datasets.load("imagenette").test[0][-1, 0], torch.tensor(1.0), atol=0.05)  # red
     assert shapes["sst2"] == [(40, datasets.SENTENCE_LENGTH), (40,)]
     assert datasets.load("sst2").test[0][:2, :3].tolist() == [[3, 4, 0], [2, 4, 0]]
     assert datasets.load("adult").test[1].tolist() == [0, 1, 1] * 3
@@ -115,6 +141,11 @@ def test_recipes_train_and_repeat_themselves_to_the_last_digit(made, name):
         row.pop("seconds")
     assert rows[0] == rows[1]
     assert rows[0]["epsilon"] <= 8
+
+
+def test_image_recipes_train(made):
+    small = recipes.RECIPES["celeba_smiling"].changed({"epochs": 1, "batch_size": 2, "delta": 1e-3})
+    assert recipes.run_one(small, "psac", 0)["steps"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*histogram is mostly noise")
@@ -328,3 +359,10 @@ def test_brute_force_gradients_are_autograds():
     found = analysis.per_example(model, losses, batch).sum(0)
     losses(model, batch).sum().backward()
     assert torch.allclose(found, torch.cat([p.grad.flatten() for p in model.parameters()]), atol=1e-5)
+
+
+def test_the_papers_bound_falls_with_the_root_of_r():
+    found = analysis.bound(points=3, low=1e-8, high=1e-6)
+    for curve in found["curves"]:
+        first, _, last = curve["term"]
+        assert first / last == pytest.approx(10, rel=0.02)  # r^(-1/2) over two decades
