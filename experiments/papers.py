@@ -99,6 +99,7 @@ D8 = (
         (2.0, 4.0, 8.0),
     ),
 )
+BEYOND = (Cell("adult", "Adult census, logistic regression, (1, 1e-5)", {}),)
 WANTED = {"mnist_best": 98.6, "fashion_mnist_best": 88.0, "cifar10_best": 65.0}  # of the best recipes, set beforehand
 LABELS = {
     "abadi": "Abadi",

@@ -221,6 +221,7 @@ def text(results: Path = RESULTS) -> str:
         "P figure 4 in numbers (Fashion-MNIST, one seed)": TABLES["P4"](results=results),
         "P table 3, A table 2: SST-2": TABLES["P3"](results=results),
         "D table VIII": TABLES["D8"](results=results),
+        "Beyond the papers: Adult": TABLES["adult"](results=results),
         "Best recipes at (3, 1e-5)": TABLES["best"](results=results),
         "What they were chosen from": TABLES["choice"](results=results),
         "Where we and the papers lie apart": causes(results),

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .papers import D8, LABELS, P2, P3, WANTED, Cell
+from .papers import BEYOND, D8, LABELS, P2, P3, WANTED, Cell
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
@@ -181,6 +181,7 @@ TABLES = {
     "P3": partial(papers_table, P3),
     "P4": heatmap_table,
     "D8": partial(papers_table, D8),
+    "adult": partial(papers_table, BEYOND),
     "best": best_table,
     "choice": choice_table,
 }
