@@ -195,7 +195,7 @@ def missing(results: Path = RESULTS) -> str:
     ]
     lines += [
         "- CIFAR-10 on ResNet-50 features, CelebA with 40 labels, GLUE but SST-2, E2E: no recipe yet.",
-        "- D tables I–V, A tables 3–10, figures A 2 and 4–15, D 1, 4–11, P 6, and the bounds as curves: not drawn.",
+        "- D tables I–V, A tables 3–10, figures A 2 and 4–15, D 1, 4–11, P 6, and the bounds of A and D: not drawn.",
     ]
     return "\n".join(lines)
 
