@@ -19,6 +19,7 @@ from torch import Tensor
 from .._types import sum_dtype
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .contributions import Contribution, Dense, Outer, Rows, Unfolded
+from .depthwise import depthwise_gradient
 from .products import column_sums
 
 
@@ -267,6 +268,12 @@ def _conv(call: Call, grad: Tensor) -> Uses:
         weight, groups = call.values["weight"], call.values.get("groups", 1)
         kernel, copies = tuple(weight.shape[2:]), grad.shape[0] // call.size
         dims, width = len(kernel), weight[0].numel()
+        padded = _padded(call.values["input"], kernel, call)
+        if weight.shape[1] == 1 and grad.device.type == "cpu":
+            stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
+            made = depthwise_gradient(padded, grad, kernel, stride, dilation)
+            yield "weight", Dense(made if copies == 1 else made.unflatten(0, (-1, copies)).sum(1))
+            return
 
         def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
             return x if copies == 1 else x.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
@@ -284,7 +291,6 @@ def _conv(call: Call, grad: Tensor) -> Uses:
             return x.reshape(*x.shape[:-1], *kernel, -1).movedim(-1, -1 - dims)
 
         left = examples(grad.unflatten(1, (groups, -1)).flatten(3).mT)  # [b, g, t, p/g]
-        padded = _padded(call.values["input"], kernel, call)
         if groups == 1:
             yield "weight", Unfolded(left, padded.movedim(1, -1).contiguous(), unfold_last, width, arrange)
         else:

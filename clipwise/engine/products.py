@@ -60,12 +60,15 @@ def exact_products(device: torch.device) -> Iterator[None]:
         if device.type != "cpu":
             yield
             return
-        backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before, backend.fp32_precision = backend.fp32_precision, "ieee"
+        backends: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+        before = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         try:
             yield
         finally:
-            backend.fp32_precision = before
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
 
 
 def select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
