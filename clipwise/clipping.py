@@ -21,6 +21,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def zeros_like(p: nn.Parameter) -> Tensor:
+    """The clipped sum of nobody."""
+    return torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=p.device)
+
+
 def with_rounding(sensitivity: float, dtypes: set[torch.dtype], examples: float, steepness: float = 1.0) -> float:
     """S plus what rounding can add: adding one example changes how the sum over all the others rounds.
 
@@ -110,7 +115,7 @@ def clipped_sum(
     dtypes = {p.dtype for p in parameters.values()}
     bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), dtypes, size, steepness_of(rule))
     if size == 0:
-        zeros = {n: torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=p.device) for n, p in parameters.items()}
+        zeros = {n: zeros_like(p) for n, p in parameters.items()}
         return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64), bound, torch.zeros(0))
     gradients = engine_gradients(model, loss_fn, batch, size, engine, op_rules)
     grads, norms = clip(gradients, rule, clip_norm, groups)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._check import count, positive
 from .batch import map_tensors
 from .engine.state import held_tensors, kept_state, restore_state
-from .errors import CrossExampleOp, LossShape
+from .errors import CrossExampleOp, LossShape, UnsupportedOp
 from .sampling import Collate, as_dataset, collate_for
 from .training import PrivateTraining
 
@@ -48,6 +48,8 @@ def private_score(
     size, rows = positive(size=size), count(batch_size=batch_size)
     records, collate = as_dataset(dataset), collate_for(dataset, collate_fn)
     plan, ledger, model = training.plan, training.ledger, training.model
+    if training._ranks.share[1] > 1:
+        raise UnsupportedOp("private_score runs on one process: load the run's checkpoint and ledger there.")
     modes = {module: module.training for module in model.modules()}
     before, marks = kept_state(model), _marks(model)
     ledger.reserve("look")

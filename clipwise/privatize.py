@@ -136,6 +136,8 @@ def make_run(
     sampler = PoissonSampler(plan.sampling_prob, seed, ranks.share)
     check_arithmetic(plan, source, model)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in trainable(model).items()]
+    ranks.same("plan, options or model", f"{plan.digest} {asserted} {noise} {engine} {compile} {shapes}")
     earlier = (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None))
     opened = ranks.ledger(
         lambda: _opened(ledger, plan, asserted, noise, earlier), lambda: Ledger(plan, None, asserted, noise)

@@ -34,6 +34,12 @@ class Ranks(Protocol):
     def offsets(self) -> Mapping[str, int]:
         """Where this rank's part of a parameter begins, in the flat parameter; empty where every rank has all."""
 
+    def same(self, what: str, facts: str) -> None:
+        """Refuse, on every rank, if the facts are not the same on all."""
+
+    def as_checked(self, collate_fn: object, modes: list[bool]) -> None:
+        """Refuse batches that are made otherwise than when the model was checked."""
+
     def noise(self, mode: Mode, seed: int | None) -> NoiseSource:
         """One key for all ranks."""
 
@@ -74,6 +80,12 @@ class Alone:
     share = (0, 1)
     in_step = False
     offsets: Mapping[str, int] = {}
+
+    def same(self, what: str, facts: str) -> None:
+        """They are."""
+
+    def as_checked(self, collate_fn: object, modes: list[bool]) -> None:
+        """The preflight comes with the batches."""
 
     def noise(self, mode: Mode, seed: int | None) -> NoiseSource:
         """A key of its own."""

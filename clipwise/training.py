@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ._types import LossFn, largest_batch
 from .batch import batch_size, padded_slice
-from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding
+from .clipping import check_optimizer, clip, engine_gradients, trainable, with_rounding, zeros_like
 from .engine import Paths, Tape
 from .engine.compiled import Compiled
 from .engine.preflight import Probe, nobody, preflight_batch, preflight_dataset
@@ -26,7 +26,7 @@ from .parts import Microbatch, Settings, Step
 from .plan import Plan
 from .ranks import Alone, Ranks
 from .rules import steepness_of
-from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, poisson_batches
+from .sampling import Collate, PoissonBatch, PoissonSampler, as_dataset, collate_for, fingerprint, poisson_batches
 from .statement import run_statement
 from .thresholds import Facts, State
 
@@ -130,6 +130,8 @@ class PrivateTraining:
 
     def statement(self) -> dict[str, Any]:
         """What can be promised about the run so far, and what cannot."""
+        if self._ranks.share[0]:
+            raise WrongOrder("The ledger is on the first rank: take the statement there.")
         return run_statement(self._plan, self._ledger, self._noise, self._model)
 
     # -- batches ------------------------------------------------------------------------------------
@@ -147,10 +149,12 @@ class PrivateTraining:
             raise WrongBatch("sampling='asserted' means that you bring your own batches; step them directly.")
         records = as_dataset(dataset)
         collate = collate_for(dataset, collate_fn)
+        self._ranks.same("the data set (its order too)", f"{len(records)} {fingerprint(records, self._ranks.share[1])}")
         if self._ranks.in_step:
-            self._nobody = nobody(
-                collate, records[0] if self._settings.probe is None else self._settings.probe[0], device
-            )
+            self._modes = [module.training for module in self._model.modules()]
+            self._ranks.as_checked(collate_fn, self._modes)
+            like = records[0] if self._settings.probe is None else self._settings.probe[0]
+            self._nobody = nobody(collate, like, device)
         elif self._settings.preflight and self._loss_fn is not None and len(records):
             probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
             preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
@@ -307,8 +311,7 @@ class PrivateTraining:
         if step.parts:
             raise WrongOrder("release() with microbatches that were not recorded: use all of them.")
         parameters = self._check_parameters()
-        for name, p in parameters.items():
-            step.sums.setdefault(name, torch.zeros(p.shape, device=p.device, dtype=p.dtype))
+        step.sums = {name: step.sums[name] if name in step.sums else zeros_like(p) for name, p in parameters.items()}
         self._gather(step)
         self._step = None
         number = self._ranks.charge(self._ledger.commit)
@@ -380,6 +383,8 @@ class PrivateTraining:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateTraining:
         """A copy trains its own weights with its own noise and coins, and charges the same ledger."""
+        if self._ranks.share[1] > 1:
+            raise WrongOrder("A run on several processes cannot be copied: a copy would charge no ledger on disk.")
         model, optimizer = copy.deepcopy((self._model, self._optimizer), memo)
         noise, sampler = copy.deepcopy((self._noise, self._sampler))
         twin = PrivateTraining(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -206,6 +207,94 @@ def long(path: str) -> dict:
         training.step(batch)
         print(number + 1, flush=True)
     return ended(training)
+
+
+def refused() -> dict:
+    """What would be accounted wrongly is refused on every rank: the kinds of error, in order."""
+    rank, dataset, found = dist.get_rank(), data(), []
+
+    def tried(action):
+        try:
+            action()
+            found.append("nothing")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    def run_of(plan_, **options):
+        model = build()
+        return distributed.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_, losses, **options)
+
+    other = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=1.0, steps=3, expected_batch_size=9)
+    tried(lambda: run_of(other if rank else small_plan(3)))
+    tried(lambda: run_of(small_plan(3), seed=rank + 1))
+    tried(lambda: run_of(small_plan(3), noise="fast"))
+    training = run_of(small_plan(3))
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(rank))
+    tried(lambda: training.batches(tuple(x[order] for x in dataset)))
+    tried(lambda: training.batches(data(40 - rank)))
+    tried(lambda: copy.deepcopy(training))
+    tried(lambda: cw.private_score(training, dataset, lambda m, b: b[1].float(), size=40))
+    tried(training.statement)
+    model = build()
+    distributed.check(model, losses, dataset)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tried(lambda: distributed.privatize(model, optimizer, small_plan(3), lambda m, b: losses(m, b)))
+    sharded = distributed.privatize(model, optimizer, small_plan(3), losses)
+    tried(lambda: sharded.batches(dataset, collate_fn=lambda records: records))
+    return {"found": found}
+
+
+def uneven() -> dict:
+    """Rank 1 has no example: half precision and other orders of layers change nothing."""
+    dataset = (data(1)[0].repeat(2, 1), data(1)[1].repeat(2))
+    layers = {"weight": "a", "bias": "b"}
+    rule = cw.PerLayer(cw.PSAC(), layer_of=lambda name: layers.get(name.split(".")[-1], "c"))
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.5, steps=12, expected_batch_size=1, rule=rule)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        training = begin(build().to(dtype), plan, dataset)
+        for batch in training.batches(dataset, device=DEVICE):
+            training.step(batch)
+        found[str(dtype)] = weights(training.model.float())
+    return found
+
+
+def derived() -> dict:
+    """Parameters that are squared or normalised before use: sharded ones are freed after the backward pass."""
+
+    class Squared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+            self.v = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
+
+        def forward(self, x):
+            return (x * self.w.square()) @ (self.v / self.v.norm(dim=1, keepdim=True)).T
+
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    loss = lambda m, b: m(b).square().sum(1)  # noqa: E731
+    expected = cw.clipped_sum(Squared(), loss, x, cw.PSAC()).grads
+    model = nn.Sequential(Squared())
+    wrapped = lambda m, b: loss(m, b)  # noqa: E731
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=1.0, steps=1, expected_batch_size=4)
+    training, summed = begin(model, plan, x, loss=wrapped), {}
+    add = training._noise.add_
+
+    def seen(values, **options):
+        summed.update({n: v.clone() for n, v in values.items()})
+        return add(values, **options)
+
+    training._noise.add_ = seen
+    for batch in training.batches(x):
+        training.step(batch)
+    worst = 0.0
+    for n, g in expected.items():
+        part = summed[f"0.{n}"].flatten()
+        start = training._ranks.offsets.get(f"0.{n}", 0)
+        if len(part):
+            worst = max(worst, float((part - g.flatten()[start : start + len(part)]).abs().max() / g.abs().max()))
+    return {"error": worst}
 
 
 if __name__ == "__main__":

@@ -88,6 +88,26 @@ def test_noise_has_its_variance(found):
         assert abs(r["correlation"]) < 0.02, r  # between one step's noise and the next
 
 
+def test_what_would_be_accounted_wrongly_is_refused_on_every_rank():
+    for result in launch(2, "replicated", "refused"):
+        kinds = [found.split(":")[0] for found in result["found"]]
+        rank_says = "WrongOrder" if kinds[7] != "nothing" else "nothing"  # only the first rank has a statement
+        assert kinds == [
+            "PlanMismatch", "PlanMismatch", "UnsupportedOp", "PlanMismatch", "PlanMismatch", "WrongOrder",
+            "UnsupportedOp", rank_says, "UnsupportedOp", "UnsupportedOp",
+        ], result  # fmt: skip
+
+
+def test_ranks_without_examples_and_unusual_layers():
+    results = launch(2, "replicated", "uneven,derived")
+    assert results[0][0] == results[1][0]
+    assert all(r[1]["error"] < 1e-6 for r in results)
+
+
+def test_derived_parameters_that_are_sharded():
+    assert all(r["error"] < 1e-6 for r in launch(2, "sharded", "derived"))
+
+
 def test_one_charge_per_step_and_resume(tmp_path):
     path = tmp_path / "run.ledger"
     for part in ("first", "second"):

@@ -178,3 +178,33 @@ def test_a_mean_loss_is_refused(tmp_path):
     private = PrivateFit(plan())
     with pytest.raises(cw.errors.LossShape):
         trainer(private, tmp_path, max_epochs=1).fit(Mean(), private.loader(DATA))
+
+
+def test_hooks_that_change_batches_or_are_not_called_are_refused(tmp_path):
+    class Rolls(Module):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    class Clips(Module):
+        def configure_gradient_clipping(self, *given, **named):
+            return None
+
+    for kind, name in ((Rolls, "on_after_batch_transfer"), (Clips, "configure_gradient_clipping")):
+        private = PrivateFit(plan())
+        with pytest.raises(UnsupportedOp, match=name):
+            trainer(private, tmp_path, max_epochs=1).fit(kind(), private.loader(DATA))
+
+
+def test_logging_what_training_step_kept_is_refused(tmp_path):
+    class Keeps(Module):
+        def training_step(self, batch, batch_idx):
+            losses = super().training_step(batch, batch_idx)
+            self.kept = float(losses.mean().detach())
+            return losses
+
+        def on_train_epoch_end(self):
+            self.log("train_loss", self.kept)
+
+    private = PrivateFit(plan())
+    with pytest.raises(PrivateData, match="train_loss"):
+        trainer(private, tmp_path, max_epochs=1).fit(Keeps(), private.loader(DATA))

@@ -278,6 +278,124 @@ def test_padding_to_the_longest_with_a_pooled_mean_is_seen(tmp_path):
         trainer.train()
 
 
+def test_records_of_tensors(tmp_path):
+    """Labels as tensors without axes, token numbers as tensors of one length."""
+    records = [
+        {
+            "input_ids": torch.tensor((r["input_ids"] * 9)[:9]),
+            "attention_mask": torch.ones(9, dtype=torch.int64),
+            "label": torch.tensor(r["label"]),
+        }
+        for r in text("class")
+    ]
+    trainer = PrivateTrainer(
+        model_of("bert")[0], arguments(tmp_path), plan=plan(), train_dataset=records, data_collator=Collator()
+    )
+    assert trainer.train().global_step == 3
+    trainer.training.ledger.close()
+
+
+def test_records_that_see_each_other_by_their_length_are_refused(tmp_path):
+    """Tensors of unequal length, labels longer than the text: every sequence of the made-up records varies."""
+
+    def longest(records):
+        out = {}
+        for name in records[0]:
+            values = [torch.as_tensor(r[name]) for r in records]
+            width = max(len(v) for v in values) if values[0].dim() else 0
+            if width:
+                values = [torch.nn.functional.pad(v, (0, width - len(v))) for v in values]
+            out[name] = torch.stack(values)
+        return out
+
+    def pooled(model, batch):
+        hidden = model.bert(input_ids=batch["input_ids"]).last_hidden_state.mean(1)
+        return torch.nn.functional.cross_entropy(model.classifier(hidden), batch["label"], reduction="none")
+
+    def by_width(model, batch):
+        scores = model(input_ids=batch["input_ids"]).logits
+        return scores.square().sum(1) * batch["tags"].float().mean(1)
+
+    tensors = [{"input_ids": torch.randint(2, 40, (5 + i,)), "label": torch.tensor(i % 3)} for i in range(4)]
+    tagged = [{"input_ids": torch.randint(2, 40, (6,)), "tags": torch.ones(4 + i).long()} for i in range(4)]
+    for records, losses in ((tensors, pooled), (tagged, by_width)):
+        trainer = PrivateTrainer(
+            model_of("bert")[0],
+            arguments(tmp_path / losses.__name__, remove_unused_columns=False),
+            plan=plan(),
+            train_dataset=records,
+            data_collator=longest,
+            losses=losses,
+        )
+        with pytest.raises(cw.errors.CrossExampleOp):
+            trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["BartForConditionalGeneration", "BartForCausalLM"])
+def test_the_loss_is_the_models_own_or_it_is_refused(tmp_path, monkeypatch, kind):
+    config = transformers.BartConfig(
+        vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, dropout=0.0,
+        decoder_start_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config)
+    records = text("next token" if kind == "BartForCausalLM" else "seq2seq")
+    trainer = PrivateTrainer(
+        model, arguments(tmp_path), plan=plan(), train_dataset=records, data_collator=Collator(pad=1)
+    )
+    if kind == "BartForCausalLM":  # it does not shift its labels, whatever its name says
+        with pytest.raises(UnsupportedOp, match="losses="):
+            trainer.train()
+        return
+    one = Collator(pad=1)(records[:1])
+    model.eval()
+    assert float(trainer._losses(model, one)) == pytest.approx(float(model(**one).loss), rel=1e-5)
+
+
+def test_the_training_records_are_never_public(tmp_path):
+    records = text("class")
+    with pytest.raises(PrivateData, match="train_dataset"):
+        PrivateTrainer(
+            model_of("bert")[0], arguments(tmp_path), plan=plan(), train_dataset=records, eval_dataset=records,
+            eval_is_public=True,
+        )  # fmt: skip
+    trainer = trainer_of(tmp_path, eval_is_public=True)
+    with pytest.raises(PrivateData):
+        trainer.evaluate(trainer.train_dataset)
+
+
+def test_more_that_is_refused_or_said(tmp_path):
+    class Own(PrivateTrainer):
+        def compute_loss(self, *given, **named):
+            return 0
+
+    with pytest.raises(UnsupportedOp, match="compute_loss"):
+        Own(model_of("bert")[0], arguments(tmp_path), plan=plan(), train_dataset=text("class"))
+    with pytest.raises(ParameterMismatch, match="length"):
+        PrivateTrainer(model_of("bert")[0], arguments(tmp_path / "s"), plan=plan(), train_dataset=iter([]))
+    assert plan_for(arguments(tmp_path, max_steps=7), size=80, noise_multiplier=1.0, delta=1e-5).steps == 7
+    (tmp_path / "clipwise.safetensors").write_bytes(b"")
+    model = model_of("bert")[0]
+    model.config._name_or_path = str(tmp_path)
+    with pytest.warns(UserWarning, match="private run"):
+        PrivateTrainer(model, arguments(tmp_path / "n"), plan=plan(), train_dataset=text("class"))
+
+
+def test_columns_of_text_do_not_matter(tmp_path):
+    records = [{**r, "sentence": "a b"} for r in text("class")]
+
+    class Drops(Collator):
+        def __call__(self, given):
+            return super().__call__([{k: v for k, v in r.items() if k != "sentence"} for r in given])
+
+    trainer = PrivateTrainer(
+        model_of("bert")[0], arguments(tmp_path), plan=plan(), train_dataset=records, data_collator=Drops()
+    )
+    assert trainer.train().global_step == 3
+    trainer.training.ledger.close()
+
+
 def test_lora_bf16_and_checkpointing(tmp_path):
     import peft
 

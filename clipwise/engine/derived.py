@@ -34,13 +34,21 @@ class Source:
 
     name: str
     parameter: nn.Parameter
+    sharded: bool = False  # the parameter's memory goes away after the backward pass
     value: Tensor = field(init=False)
-    shadow: Tensor = field(init=False)
+    made: Tensor | None = field(init=False, default=None)  # the shadow, once something is derived
 
     def __post_init__(self) -> None:
         """Detach: autograd never computes the ordinary weight gradient."""
         self.value = self.parameter.detach()
-        self.shadow = self.value.to(sum_dtype(self.value.dtype)).detach().requires_grad_()
+
+    @property
+    def shadow(self) -> Tensor:
+        """Where derivations start from, in float32 or wider."""
+        if self.made is None:
+            wide = self.value.to(sum_dtype(self.value.dtype), copy=self.sharded)
+            self.made = wide.detach().requires_grad_()
+        return self.made
 
     @property
     def names(self) -> list[str]:

@@ -86,7 +86,7 @@ class Tape(TorchFunctionMode):
             if name is None:
                 self._strange[id(parameter)] = parameter
                 return None
-            source = self._sources[id(parameter)] = Source(name, parameter)
+            source = self._sources[id(parameter)] = Source(name, parameter, self._sharded)
         return source
 
     def __enter__(self) -> Any:
@@ -387,7 +387,7 @@ class Tape(TorchFunctionMode):
     def _gradients(self, losses: Tensor) -> list[Tensor | None]:
         """Gradients at all recorded edges, and the proof that no parameter was reached by another way."""
         named = [(name, p) for name, p in self._parameters.values() if p.requires_grad]
-        leaves = named + [(s.name, x) for s in self._sources.values() for x in (s.shadow, s.parameter)]
+        leaves = named + [(s.name, x) for s in self._sources.values() for x in (s.made, s.parameter) if x is not None]
         leaves += [("of no module", p) for p in self._strange.values()]
         before = {name: p.grad for name, p in named}
         edges = [record.edge for record in self._records]

@@ -10,8 +10,10 @@ addressed by element, so that sharding changes nothing. Keys and flags go over a
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +24,30 @@ from torch.distributed.tensor import DTensor, Shard
 from .._types import LossFn
 from ..clipping import trainable
 from ..engine.preflight import PreflightReport, Probe, preflight_dataset
-from ..errors import ParameterMismatch, RankFailed, UnsupportedOp
+from ..errors import ParameterMismatch, PlanMismatch, RankFailed, UnsupportedOp
 from ..ledger import Ledger
 from ..noise import Mode, NoiseSource
 from ..plan import Plan
 from ..privatize import make_run
-from ..ranks import T
+from ..ranks import Ranks, T
 from ..sampling import Collate, as_dataset, collate_for
 from ..training import PrivateTraining
 
 BUCKET = 2**23  # elements that are summed over ranks in one message
-_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """With what a model was checked."""
+
+    loss_fn: LossFn
+    collate_fn: Collate | None
+    op_rules: Any
+    modes: list[bool]
+    names: list[str]
+
+
+_CHECKED: weakref.WeakKeyDictionary[nn.Module, _Checked] = weakref.WeakKeyDictionary()
 
 
 def privatize(
@@ -55,15 +70,26 @@ def privatize(
     if options.get("noise") == "fast":
         raise UnsupportedOp("noise='fast' draws differently on every rank; several processes need noise='secure'.")
     shards = _shards(model)
-    if shards and (options.get("compile") or options.get("noise") == "hardened" or options.get("engine") == "vmap"):
-        raise UnsupportedOp("A sharded model takes neither compile=True nor noise='hardened' nor engine='vmap' yet.")
-    if shards and loss_fn is not None and options.get("preflight", True) is not False and model not in _CHECKED:
+    ranks: Ranks = _Sharded(shards, _checked(model, loss_fn, options)) if shards else _Replicated(model)
+    return make_run(model, optimizer, plan, loss_fn, ranks=ranks, **options)
+
+
+def _checked(model: nn.Module, loss_fn: LossFn | None, options: Mapping[str, Any]) -> _Checked | None:
+    """With what a sharded model was checked; None where the user goes without a check, and the ledger says so."""
+    refused = {"compile": True, "noise": "hardened", "engine": "vmap", "sampling": "asserted"}
+    if wrong := [f"{name}={value!r}" for name, value in refused.items() if options.get(name) == value]:
+        raise UnsupportedOp(f"A sharded model does not take {wrong[0]} yet.")
+    if loss_fn is None or options.get("preflight", True) is False:
+        return None
+    found = _CHECKED.get(model)
+    if found is None or found.names != list(trainable(model)):
         raise UnsupportedOp(
             "A sharded model cannot be checked any more. Before fully_shard(model), call "
             "clipwise.integrations.distributed.check(model, loss_fn, dataset)."
         )
-    ranks = _Sharded(shards) if shards else _Replicated(model)
-    return make_run(model, optimizer, plan, loss_fn, ranks=ranks, **options)
+    if found.loss_fn is not loss_fn or found.op_rules != options.get("op_rules"):
+        raise UnsupportedOp("distributed.check() was given another loss_fn or other op_rules than privatize().")
+    return found
 
 
 def check(
@@ -86,7 +112,8 @@ def check(
         device,
         {"op_rules": op_rules},
     )
-    _CHECKED.add(model)
+    modes = [module.training for module in model.modules()]
+    _CHECKED[model] = _Checked(loss_fn, collate_fn, op_rules, modes, list(trainable(model)))
     return report
 
 
@@ -125,6 +152,17 @@ class _Together:
         sent = torch.tensor(numbers, dtype=torch.int64)
         dist.broadcast(sent, 0, group=self._control)
         return sent.tolist()
+
+    def same(self, what: str, facts: str) -> None:
+        """By their fingerprints."""
+        mine = torch.frombuffer(bytearray(hashlib.blake2b(facts.encode(), digest_size=32).digest()), dtype=torch.uint8)
+        all_ = [torch.empty_like(mine) for _ in range(self.share[1])]
+        dist.all_gather(all_, mine, group=self._control)
+        if any(not torch.equal(mine, other) for other in all_):
+            raise PlanMismatch(f"The ranks do not agree about {what}. Every rank must be given the same.")
+
+    def as_checked(self, collate_fn: object, modes: list[bool]) -> None:
+        """Replicated models are checked when batches are made."""
 
     def lead(self, action: Callable[[], T]) -> T:
         """Run on rank 0; all get its answer, and all fail if it fails."""
@@ -241,15 +279,23 @@ class _Sharded(_Together):
 
     in_step = True
 
-    def __init__(self, shards: dict[str, DTensor]) -> None:
+    def __init__(self, shards: dict[str, DTensor], checked: _Checked | None) -> None:
         super().__init__()
-        self._shards = shards
+        self._shards, self._checked = shards, checked
         self.offsets = {name: self._rows(p)[0] * (p.numel() // max(p.shape[0], 1)) for name, p in shards.items()}
 
     def _rows(self, p: Tensor) -> tuple[int, int]:
         """First and last row of this rank: as many as `chunk` would give it."""
         each = -(-p.shape[0] // self.share[1])
         return min(self.share[0] * each, p.shape[0]), min((self.share[0] + 1) * each, p.shape[0])
+
+    def as_checked(self, collate_fn: object, modes: list[bool]) -> None:
+        """The collate function and the modes that `check` saw."""
+        if self._checked is not None and (self._checked.collate_fn, self._checked.modes) != (collate_fn, modes):
+            raise UnsupportedOp(
+                "batches() was given another collate_fn than distributed.check(), or model.train() or model.eval() was "
+                "called in between: what was checked is not what would run."
+            )
 
     def rounds(self, microbatches: int) -> int:
         """As many as the busiest rank has: every forward pass gathers weights from all."""

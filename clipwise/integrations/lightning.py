@@ -4,7 +4,8 @@
     trainer = Trainer(callbacks=[private]); trainer.fit(module, private.loader(dataset))
 
 The module is not wrapped: while a fit runs, its training_step is the private step around its own, and its optimizer is
-stepped by clipwise alone. Whatever training_step would log is private, and refused; ε and the clip norm are logged.
+stepped by clipwise alone. `self.log` is refused while training: what a module could log there is made of private
+records. Other ways out, such as printing or a logger of one's own, are not seen. ε and the clip norm are logged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ except ImportError:
     except ImportError as error:
         raise MissingExtra("PrivateFit needs lightning: pip install 'clipwise[lightning]'.") from error
 
-_PATCHED = ("training_step", "transfer_batch_to_device")
+_PATCHED = ("training_step", "transfer_batch_to_device", "log", "log_dict")
+_HOOKS = {  # of a module: why they cannot be its own
+    "on_before_batch_transfer": "changes batches after they were checked",
+    "on_after_batch_transfer": "changes batches after they were checked",
+    "optimizer_step": "is not called: clipwise steps the optimizer",
+    "on_before_optimizer_step": "is not called: clipwise steps the optimizer",
+    "configure_gradient_clipping": "is not called: plan.rule clips every example",
+}
 
 
 class PrivateFit(Callback):
@@ -59,6 +67,7 @@ class PrivateFit(Callback):
         self.training: PrivateTraining | None = None
         self._options = {"ledger": ledger, **options}
         self._resumed: dict[str, Any] | None = None
+        self._logging = False
 
     def loader(self, dataset: Any, *, collate_fn: Collate | None = None, num_workers: int = 0) -> PoissonLoader:
         """What `trainer.fit` takes as training data: Poisson batches of the plan, 1/q of them an epoch."""
@@ -69,8 +78,8 @@ class PrivateFit(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before Lightning looks at the module."""
         if stage == "fit":
-            _check(trainer)
-            pl_module.automatic_optimization = False
+            _check(trainer, pl_module)
+            pl_module.automatic_optimization = False  # and stays so: trainer.global_step is read by it afterwards
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Optimizers exist now: make the run, and stand before training_step."""
@@ -92,6 +101,8 @@ class PrivateFit(Callback):
         self.training = training
         pl_module.training_step = _private_step(self, trainer)
         pl_module.transfer_batch_to_device = _transfer(pl_module)
+        for name in ("log", "log_dict"):
+            setattr(pl_module, name, _guarded(self, trainer, pl_module, name))
 
     def _check_ledger(self, training: PrivateTraining) -> None:
         """What was spent goes on; weights without their ledger, or a ledger without its weights, do not."""
@@ -128,7 +139,11 @@ class PrivateFit(Callback):
         charges = self.training.ledger.charges
         if charges % max(trainer.log_every_n_steps, 1) == 0 or charges == self.plan.steps:  # ε takes a moment
             shown = {"epsilon": self.training.epsilon, "clip_norm": self.training.clip_norm}
-            pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True)
+            self._logging = True
+            try:
+                pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True)
+            finally:
+                self._logging = False
         _step_schedules(trainer, "step", charges)
         if charges >= self.plan.steps:
             trainer.should_stop = True
@@ -209,22 +224,37 @@ class PoissonLoader:
 def _own_losses(module: nn.Module, batch: Any) -> Tensor:
     """The module's own training_step: one loss per example, or a dictionary with them."""
     own: Any = type(module).training_step  # type: ignore[attr-defined]
-    silent = {"log": _no_log, "log_dict": _no_log}
-    module.__dict__.update(silent)
+    before = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
+    module.__dict__.update(dict.fromkeys(before, _no_log))  # also in the copies that the preflight makes
     try:
         found = own(module, batch, 0) if len(inspect.signature(own).parameters) > 2 else own(module, batch)
     finally:
-        for name in silent:
+        for name, value in before.items():
             module.__dict__.pop(name, None)
+            if value is not None:
+                module.__dict__[name] = value
     losses: Tensor = found["loss"] if isinstance(found, Mapping) else found
     return losses
 
 
 def _no_log(*given: Any, **named: Any) -> None:
     raise PrivateData(
-        f"training_step logs {given[0] if given else 'values'!r}, which is made of private records and would leave "
-        "without noise. Take self.log out of training_step; epsilon and clip_norm are logged for you."
+        f"The module logs {given[0] if given else 'values'!r} while training, which is made of private records and "
+        "would leave without noise. Take self.log out of training_step and of the hooks around it; epsilon and "
+        "clip_norm are logged for you."
     )
+
+
+def _guarded(private: PrivateFit, trainer: Any, module: Any, name: str) -> Any:
+    """self.log, which is for validation, testing and clipwise while a private fit runs."""
+    own = getattr(type(module), name)
+
+    def log(*given: Any, **named: Any) -> None:
+        if trainer.training and not private._logging:
+            _no_log(*given, **named)
+        own(module, *given, **named)
+
+    return log
 
 
 def _private_step(private: PrivateFit, trainer: Any) -> Any:
@@ -255,15 +285,19 @@ def _step_schedules(trainer: Any, interval: str, number: int) -> None:
             config.scheduler.step()
 
 
-def _check(trainer: Any) -> None:
+def _check(trainer: Any, module: Any) -> None:
     """Refuse, by name, what would break the guarantee or would be left aside without a word."""
+    from_lightning = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    for name, why in _HOOKS.items():
+        if getattr(type(module), name) is not getattr(from_lightning, name):
+            raise UnsupportedOp(f"{type(module).__name__}.{name} {why}. Do it in training_step.")
     wrong = {
         "gradient_clip_val": (trainer.gradient_clip_val, "does nothing here: plan.rule clips every example"),
         "accumulate_grad_batches": (
             trainer.accumulate_grad_batches not in (None, 1),
             "splits batches by itself; PrivateFit(microbatch=…) does that",
         ),
-        "precision": (trainer.precision == "16-mixed", "scales losses over a batch; use 'bf16-mixed'"),
+        "precision": (trainer.precision not in ("32-true", "bf16-mixed"), "is not known here; use 'bf16-mixed'"),
         "devices": (trainer.world_size > 1, "needs several processes; see clipwise.integrations.distributed"),
         "overfit_batches": (trainer.overfit_batches, "uses the same batches again, and the account assumes new ones"),
     }

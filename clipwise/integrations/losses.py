@@ -19,8 +19,8 @@ Reduction = Literal["mean", "sum"]
 IGNORED = -100
 _HEADS = {
     "class": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "MULTIPLE_CHOICE"),
-    "tokens": ("TOKEN_CLASSIFICATION", "MASKED_LM"),
     "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM",),
+    "tokens": ("TOKEN_CLASSIFICATION", "MASKED_LM"),
     "next token": ("CAUSAL_LM",),
     "span": ("QUESTION_ANSWERING",),
 }
@@ -108,6 +108,26 @@ def losses_for(
         return token_losses(logits, labels, reduction, smoothing)
 
     return losses
+
+
+def check_losses_of(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """On one public record: the loss that we take is the model's own, or refuse. Some shift labels, some do not."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            ours = losses_for(model)(model, batch)
+            own = getattr(model(**batch), "loss", None)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if own is None or own.dim() or not torch.isfinite(own) or torch.allclose(ours[0].double(), own.double(), rtol=1e-3):
+        return
+    raise UnsupportedOp(
+        f"The loss of {type(bare(model)).__name__} is {float(own):.4g} for a made-up record, where the loss that is "
+        f"known for its kind of head gives {float(ours[0]):.4g}. Pass losses=lambda model, batch: … that returns one "
+        "loss per example, shape [b]."
+    )
 
 
 def _span(logits: Tensor, at: Tensor) -> Tensor:

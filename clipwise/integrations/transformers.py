@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batch import map_tensors
 from ..errors import MissingExtra, ParameterMismatch, PrivateData, UnsupportedOp
 from ..plan import Plan
 from ..privatize import privatize
@@ -31,8 +33,8 @@ except ImportError as error:
 
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..evaluation import private_score
-from .losses import Reduction, losses_for, right
-from .probes import text_probes
+from .losses import Reduction, check_losses_of, head_of, losses_for, right
+from .probes import made_records
 
 CHECKPOINT, SCHEDULER = "clipwise.safetensors", "scheduler.json"
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -66,6 +68,9 @@ def plan_for(args: TrainingArguments, *, size: int, **others: Any) -> Plan:
 
     `size` is the number of training records, declared public.
     """
+    if args.max_steps > 0:
+        numbers = {"sampling_prob": _batch(args) / size, "expected_batch_size": _batch(args), "steps": args.max_steps}
+        return Plan(**numbers, **others)
     return Plan.for_dataset(size=size, batch_size=_batch(args), epochs=args.num_train_epochs, **others)
 
 
@@ -112,12 +117,18 @@ class PrivateTrainer(Trainer):
         """Check everything that can be checked before the data is touched."""
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         _check(args, plan, eval_is_public, trainer)
+        if type(self).compute_loss is not Trainer.compute_loss:
+            raise UnsupportedOp("compute_loss gives one loss for the batch, and is not called. Pass losses=… instead.")
+        if trainer.get("eval_dataset") is not None and trainer["eval_dataset"] is trainer.get("train_dataset"):
+            raise PrivateData("eval_dataset is the train_dataset, which is private.")
+        _warn_of_private_weights(model)
         compile, args.torch_compile = bool(args.torch_compile), False
         super().__init__(model, args, **trainer)
         args.torch_compile = compile
         self.control: Any = self.control
         self.plan, self.eval_is_public = plan, eval_is_public
         self.training: PrivateTraining | None = None
+        self._own_losses = losses is None
         self._losses = losses or losses_for(self.model, reduction, float(args.label_smoothing_factor))
         self._ledger = Path(args.output_dir) / "ledger.jsonl" if ledger is None else Path(ledger)
         self._options = {"noise": noise, "seed": seed, "compile": compile}
@@ -201,16 +212,23 @@ class PrivateTrainer(Trainer):
         """The records and what makes batches of them, without columns that the model does not take."""
         dataset: Any = self.train_dataset
         if dataset is None:
-            raise ParameterMismatch("PrivateTrainer needs a train_dataset with a length, whose records have numbers.")
+            raise ParameterMismatch("PrivateTrainer needs a train_dataset to train on.")
         if hasattr(dataset, "remove_columns"):  # of the package `datasets`
             return self._remove_unused_columns(dataset, description="training"), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _probe(self) -> Any:
-        if self._given_probe is not None:
-            return self._given_probe
         dataset, collate = self._records()
-        return text_probes(dataset[0], collate)
+
+        def batch(records: list[Any]) -> Any:
+            return map_tensors(collate(list(records)), lambda x: x.to(self.args.device))
+
+        found = self._given_probe
+        if found is None and len(dataset):
+            found = made_records(self.model, lambda records: self._losses(self.model, batch(records)), dataset[0])
+        if self._own_losses and found:
+            check_losses_of(self.model, batch(list(found[:1])))
+        return found
 
     def _stepped(self, steps_per_epoch: int) -> None:
         """After a step: what Trainer does there, with released values only."""
@@ -281,17 +299,17 @@ class PrivateTrainer(Trainer):
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """As Trainer's, on records that were declared public."""
-        self._check_public("evaluate()")
+        self._check_public("evaluate()", given[0] if given else named.get("eval_dataset"))
         metrics: dict[str, float] = super().evaluate(*given, **named)
         return metrics
 
     def predict(self, *given: Any, **named: Any) -> Any:
         """As Trainer's, on records that were declared public."""
-        self._check_public("predict()")
+        self._check_public("predict()", given[0] if given else named.get("test_dataset"))
         return super().predict(*given, **named)
 
-    def _check_public(self, what: str) -> None:
-        if not self.eval_is_public:
+    def _check_public(self, what: str, records: Any = None) -> None:
+        if not self.eval_is_public or (records is not None and records is self.train_dataset):
             raise PrivateData(
                 f"{what} looks at records, and what it shows is not covered by the guarantee. If they are public, say "
                 "PrivateTrainer(eval_is_public=True); if not, private_accuracy() pays for the look."
@@ -301,6 +319,8 @@ class PrivateTrainer(Trainer):
         """The share of right answers on private records, with noise: a look that Plan(evaluations=…) has paid for."""
         if self.training is None:
             raise PrivateData("private_accuracy() needs the ledger of a run: call train() first.")
+        if head_of(self.model) == "span":
+            raise UnsupportedOp("private_accuracy() does not know what is right for spans; use clipwise.private_score.")
         collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
         return private_score(
             self.training,
@@ -315,6 +335,18 @@ class PrivateTrainer(Trainer):
     def hyperparameter_search(self, *given: Any, **named: Any) -> Any:
         """Refused."""
         raise UnsupportedOp("A search on private data must be paid for: clipwise.tune() does that.")
+
+
+def _warn_of_private_weights(model: nn.Module | None) -> None:
+    """What an earlier private run spent on these weights is not counted in this one."""
+    source = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "."))
+    if (source / CHECKPOINT).exists():
+        warnings.warn(
+            f"The weights come from {source}, a checkpoint of a private run. What that run spent on its records is not "
+            "part of this plan: if they are the same records, the two add up. train(resume_from_checkpoint=…) goes on "
+            "with one plan.",
+            stacklevel=3,
+        )
 
 
 def _plain(value: Any) -> bool:
@@ -332,6 +364,11 @@ def _check(args: TrainingArguments, plan: Plan, eval_is_public: bool, trainer: M
     for name, (fine, why) in REFUSED.items():
         if not fine(getattr(args, name, None)) and hasattr(args, name):
             raise UnsupportedOp(f"TrainingArguments({name}={getattr(args, name)!r}) {why}. Leave it out.")
+    dataset = trainer.get("train_dataset")
+    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ParameterMismatch(
+            "train_dataset needs a length and records by number: Poisson sampling must be able to draw any of them."
+        )
     if trainer.get("compute_loss_func") is not None:
         raise UnsupportedOp("compute_loss_func gives one loss for the batch. Pass losses=…, one loss per example.")
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and not eval_is_public:
