@@ -233,3 +233,25 @@ def test_equal_gradients_of_two_parameters_lie_apart():
     sums, _ = Compiled(lstm, step)((torch.randn(3, 2, 4),), torch.ones(3, dtype=torch.bool), 1.0)
     torch.testing.assert_close(sums["bias_ih_l0"], sums["bias_hh_l0"])
     assert len({v.data_ptr() for v in sums.values()}) == len(sums)
+
+
+@pytest.mark.parametrize("order", ["kept", "turned"])
+def test_constant_indices_are_looked_at_once_where_they_have_values(order):
+    """mask[arange, :] of attention masks; a tracer does not know such numbers, and a permutation mixes examples."""
+
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            rows = torch.arange(len(x), device=x.device)
+            return self.layer(x[rows if order == "kept" else rows.flip(0)])
+
+    training = make(Indexed(), compile=True, microbatch=8, preflight=False)
+    given = (X[:8], Y[:8]), torch.ones(8, dtype=torch.bool), 0.5
+    if order == "turned":
+        with pytest.raises(errors.UnsupportedOp):
+            training._compiled(*given)
+    else:
+        assert_same(training._compiled(*given), training._clipped(*given))

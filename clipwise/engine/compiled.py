@@ -24,7 +24,8 @@ from ..batch import map_tensors, tensors
 from ..errors import ClipwiseError, UnsupportedOp
 from .probes import made_record
 from .products import exact_products
-from .static import static
+from .state import kept_state, restore_state
+from .static import static, take_assumed
 
 Step = Callable[[Any, Tensor, Tensor], tuple[dict[str, Tensor], Tensor]]
 _MOST = 8  # shapes, beyond which compiling costs more than it saves
@@ -69,6 +70,15 @@ class Compiled:
         wide = map_tensors(made, lambda x: x.to(device or x.device).expand(rows, *x.shape[1:]).contiguous())
         self(wide, torch.ones(rows, dtype=torch.bool), 1.0)
 
+    def _looked_at(self, data: Any, mask: Tensor, threshold: Tensor) -> None:
+        """The same step as it is, once: constants that a tracer does not see have their values here."""
+        before = kept_state(self._model)
+        try:
+            with torch.enable_grad():
+                self._step(data, mask, threshold)
+        finally:
+            restore_state(self._model, before)
+
     def _compiled(self, data: Any, given: list[Tensor], mask: Tensor, threshold: Tensor) -> Callable[..., Any]:
         if len(self._ready) >= _MOST:
             raise UnsupportedOp(
@@ -86,7 +96,10 @@ class Compiled:
             names[:] = list(sums)
             return list(sums.values()), norms
 
+        take_assumed()
         graph = _traced(flat, (*given, mask, threshold))
+        if take_assumed():
+            self._looked_at(data, mask, threshold)
         from .same_work import SameWork
 
         # what a fused kernel keeps in registers is rounded as if it were written: norms are those of the numbers summed

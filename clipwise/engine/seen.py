@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import tensors
+from .static import assume, is_static
 
 _SELECTING = frozenset({"masked_select", "take", "nonzero", "argwhere", "unique", "unique_consecutive"})
 _SELECTING_ALONG = frozenset({"index_select", "gather", "sort", "argsort", "topk", "msort"})
@@ -114,6 +115,9 @@ class Seen:
             return False
         if self.is_data(index) or index.dtype == torch.bool:
             return True
+        if is_static():  # a constant, whose values a tracer does not know
+            assume()
+            return False
         return not torch.equal(index.flatten().cpu(), torch.arange(self._size))
 
     def after(self, func: Any, args: tuple[Any, ...], out: Any, unordered: bool) -> None:

@@ -14,6 +14,17 @@ def is_static() -> bool:
     return bool(getattr(_HERE, "static", False))
 
 
+def assume() -> None:
+    """A value could not be looked at: whoever traces must run the same once where it can be."""
+    _HERE.assumed = True
+
+
+def take_assumed() -> bool:
+    """Whether something was assumed since the last time this was asked, in this thread."""
+    found, _HERE.assumed = bool(getattr(_HERE, "assumed", False)), False
+    return found
+
+
 @contextmanager
 def static() -> Iterator[None]:
     """While tracing."""
