@@ -45,6 +45,7 @@ def privatize(
     noise: Mode = "secure",
     seed: int | None = None,
     op_rules: Mapping[Any, OpRule] | None = None,
+    ranks: Ranks | None = None,
 ) -> PrivateTraining:
     """Make a training run private. Neither model nor optimizer is wrapped.
 
@@ -71,6 +72,7 @@ def privatize(
             and the ledger says so.
         seed: makes the run repeatable and NOT PRIVATE, and the ledger says so.
         op_rules: rules for ops that clipwise does not know.
+        ranks: the processes of a run on several; `clipwise.integrations.distributed.privatize` gives them.
 
     >>> model = nn.Linear(2, 1)
     >>> plan = Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.5, steps=3, expected_batch_size=4)
@@ -80,43 +82,6 @@ def privatize(
     >>> training.epsilon == plan.epsilon
     True
     """
-    return make_run(
-        model,
-        optimizer,
-        plan,
-        loss_fn,
-        ledger=ledger,
-        microbatch=microbatch,
-        compile=compile,
-        engine=engine,
-        preflight=preflight,
-        probe=probe,
-        sampling=sampling,
-        noise=noise,
-        seed=seed,
-        op_rules=op_rules,
-    )
-
-
-def make_run(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    loss_fn: LossFn | None = None,
-    *,
-    ledger: str | Path | Ledger | None = None,
-    microbatch: int | None = None,
-    compile: bool = False,
-    engine: Engine = "bookkeeping",
-    preflight: bool | Literal["private"] = True,
-    probe: Any = None,
-    sampling: Literal["poisson", "asserted"] = "poisson",
-    noise: Mode = "secure",
-    seed: int | None = None,
-    op_rules: Mapping[Any, OpRule] | None = None,
-    ranks: Ranks | None = None,
-) -> PrivateTraining:
-    """`privatize` on one process or, with `ranks`, on several."""
     one_of(("bookkeeping", "vmap"), engine=engine)
     one_of(("poisson", "asserted"), sampling=sampling)
     if compile and (engine != "bookkeeping" or loss_fn is None):

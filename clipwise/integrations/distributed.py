@@ -28,8 +28,8 @@ from ..errors import ParameterMismatch, PlanMismatch, RankFailed, UnsupportedOp
 from ..ledger import Ledger
 from ..noise import Mode, NoiseSource
 from ..plan import Plan
-from ..privatize import make_run
-from ..ranks import Ranks, T
+from ..privatize import privatize as privatize_with
+from ..ranks import Alone, Ranks, T
 from ..sampling import Collate, as_dataset, collate_for
 from ..training import PrivateTraining
 
@@ -71,7 +71,7 @@ def privatize(
         raise UnsupportedOp("noise='fast' draws differently on every rank; several processes need noise='secure'.")
     shards = _shards(model)
     ranks: Ranks = _Sharded(shards, _checked(model, loss_fn, options)) if shards else _Replicated(model)
-    return make_run(model, optimizer, plan, loss_fn, ranks=ranks, **options)
+    return privatize_with(model, optimizer, plan, loss_fn, ranks=ranks, **options)
 
 
 def _checked(model: nn.Module, loss_fn: LossFn | None, options: Mapping[str, Any]) -> _Checked | None:
@@ -133,11 +133,8 @@ def _shards(model: nn.Module) -> dict[str, DTensor]:
     return found
 
 
-class _Together:
+class _Together(Alone):
     """What replicated and sharded runs share: rank 0 leads, over a gloo group of their own."""
-
-    in_step = False
-    offsets: Mapping[str, int] = {}
 
     def __init__(self) -> None:
         self._control = dist.new_group(backend="gloo")
@@ -160,9 +157,6 @@ class _Together:
         dist.all_gather(all_, mine, group=self._control)
         if any(not torch.equal(mine, other) for other in all_):
             raise PlanMismatch(f"The ranks do not agree about {what}. Every rank must be given the same.")
-
-    def as_checked(self, collate_fn: object, modes: list[bool]) -> None:
-        """Replicated models are checked when batches are made."""
 
     def lead(self, action: Callable[[], T]) -> T:
         """Run on rank 0; all get its answer, and all fail if it fails."""
@@ -209,10 +203,6 @@ class _Together:
             raise RankFailed("This rank has counted other charges than rank 0: the run is over.")
         return number
 
-    def rounds(self, microbatches: int) -> int:
-        """Replicated models run on their own."""
-        return microbatches
-
     def agree(self, fine: bool) -> bool:
         """The least of all answers; False if a rank is gone."""
         flag = torch.tensor([int(fine)])
@@ -246,18 +236,6 @@ class _Replicated(_Together):
             for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view(x.shape))
         return sums
-
-    def as_gradient(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """As it is."""
-        return value
-
-    def whole(self, x: Tensor) -> Tensor:
-        """It is."""
-        return x
-
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """All of it."""
-        return whole
 
 
 def _buckets(given: Iterable[Tensor]) -> list[list[Tensor]]:
