@@ -106,17 +106,21 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;'-"
 NAME_LENGTH = 20
 
 
-def _names() -> Data:
-    """Names in 18 languages, one file each: letters as numbers from 1, padded with 0; every fifth name tests."""
+def _names(unique: bool = False) -> Data:
+    """Names in 18 languages, one file each: letters as numbers from 1, padded with 0; every fifth name tests.
+
+    `unique` keeps one of every name and language, so that no row of the test is a row of the training.
+    """
     folder = find("names", "English.txt")
-    rows, labels = [], []
+    rows, labels, seen = [], [], set()
     for label, path in enumerate(sorted(folder.glob("*.txt"))):
         for name in path.read_text(encoding="utf-8").split("\n"):
             plain = "".join(c for c in unicodedata.normalize("NFD", name.strip()) if c in LETTERS)
-            if plain:
+            if plain and not (unique and (plain, label) in seen):
                 numbers = [LETTERS.index(c) + 1 for c in plain[:NAME_LENGTH]]
                 rows.append(numbers + [0] * (NAME_LENGTH - len(numbers)))
                 labels.append(label)
+                seen.add((plain, label))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(rows)[order], torch.tensor(labels)[order]
     test = torch.arange(len(x)) % 5 == 0
@@ -180,6 +184,7 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "fashion_mnist": lambda: _idx_data("fashion_mnist", 0.2860, 0.3530),
     "cifar10": _cifar10,
     "names": _names,
+    "names_unique": lambda: _names(unique=True),
     "adult": _adult,
     "sst2": _sst2,
     "imagenette": lambda: _images().imagenette(),

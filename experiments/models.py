@@ -118,21 +118,28 @@ def resnet9(classes: int = 10, width: int = 64, groups: int = 32) -> nn.Sequenti
 
 
 class NamesLstm(nn.Module):
-    """Letters in, a language out: two LSTM layers; the state after the last letter counts."""
+    """Letters in, a language out: two LSTM layers, and the state after the last letter, or after the padding."""
 
-    def __init__(self, letters: int, classes: int, width: int = 128) -> None:
-        """`letters` counts the padding, 0."""
+    def __init__(
+        self, letters: int, classes: int, width: int = 128, one_hot: bool = False, padding: bool = False
+    ) -> None:
+        """`letters` counts the padding, 0; letters are embedded in 64 dimensions unless they stay one-hot."""
         super().__init__()
-        self.embed = nn.Embedding(letters, 64)
-        self.lstm = nn.LSTM(64, width, num_layers=2, batch_first=True)
+        self.letters, self.padding = letters, padding
+        self.embed = None if one_hot else nn.Embedding(letters, 64)
+        self.lstm = nn.LSTM(letters if one_hot else 64, width, num_layers=2, batch_first=True)
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t] of numbers."""
-        states, _ = self.lstm(self.embed(x))
+        given = self.embed(x) if self.embed else F.one_hot(x, self.letters).to(self.head.weight.dtype)
+        states, _ = self.lstm(given)
+        if self.padding:
+            out: Tensor = self.head(states[:, -1])
+            return out
         last = (x != 0).sum(dim=1).clamp(min=1) - 1
         chosen = F.one_hot(last, x.shape[1]).to(states.dtype)[:, :, None]
-        out: Tensor = self.head((states * chosen).sum(dim=1))
+        out = self.head((states * chosen).sum(dim=1))
         return out
 
 

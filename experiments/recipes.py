@@ -52,7 +52,9 @@ class Recipe:
     features: str = "pixels"  # or "scattering"
     groups: int = 27  # of channels, in which scattering features are standardised
     decay: bool = False  # of the learning rate, linearly to 0
-    precision: str = "highest"  # of matrix products on a GPU; "high" is TF32
+    search: str = ""  # the way in which a search is paid for: a method of clipwise.Search, or none
+    searched: int = 1  # runs of that search, all with the same noise
+    precision: str = "highest"  # of matrix products on a GPU; "high" is TF32; "bfloat16" runs the model in autocast
 
     def changed(self, settings: Mapping[str, Any]) -> Recipe:
         """With other settings, given as words on the command line."""
@@ -73,6 +75,9 @@ MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "resnet18-ws": lambda recipe, data: models.resnet18(data.classes, standardised=True),
     "resnet34": lambda recipe, data: models.resnet34(data.classes),
     "lstm": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes),
+    "lstm-one-hot": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes, one_hot=True),
+    "lstm-padding": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes, padding=True),
+    "lstm-narrow": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes, width=32),
     "logistic": lambda recipe, data: models.linear_probe(data.train[0].shape[1], data.classes),
     "flat": lambda recipe, data: models.flat_probe(data.train[0][0].numel(), data.classes),
     "small-cnn": lambda recipe, data: models.small_cnn(data.train[0].shape[1], data.train[0].shape[2], data.classes),
@@ -88,7 +93,7 @@ RECIPES = {
     "celeba_male": Recipe("celeba_male", "resnet9", 10, 500, 1e-3, 8.0, 5e-6, 0.1, "adam", precision="high"),
     # D tables IV and VIII
     "mnist_dc": Recipe("mnist", "cnn", 10, 256, 1e-3, 1.0, 1 / 60_000, 1.0, "adam", "rdp", channels=3),
-    "cifar10_dc": Recipe("cifar10", "resnet18", 20, 256, 1e-3, 8.0, 1 / 50_000, 1.0, "adam", "rdp"),
+    "cifar10_dc": Recipe("cifar10", "resnet18", 20, 256, 1e-3, 8.0, 1 / 50_000, 1.0, "adam", "rdp", precision="high"),
     "names_dc": Recipe("names", "lstm", 20, 256, 1e-3, 8.0, 1 / 16_040, 1.0, "adam", "rdp"),
     # P table 3, A table 2: MiniLM stands in for RoBERTa
     "sst2": Recipe(
@@ -124,7 +129,11 @@ def losses_of(recipe: Recipe) -> Callable[[nn.Module, Any], Tensor]:
             return found.view(len(y), recipe.copies).mean(dim=1)
         return F.cross_entropy(model(x), y, reduction="none")
 
-    return losses
+    def cast(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
+            return losses(model, batch)
+
+    return cast if recipe.precision == "bfloat16" else losses
 
 
 def _optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
@@ -166,16 +175,15 @@ def prepared(recipe: Recipe, device: str) -> Data:
 
 
 def plan_of(recipe: Recipe, method: str, size: int) -> cw.Plan:
-    """Solves σ."""
-    return cw.Plan.for_dataset(
-        size=size,
-        batch_size=recipe.batch_size,
-        epochs=recipe.epochs,
-        epsilon=recipe.epsilon,
-        delta=recipe.delta,
-        accountant=recipe.accountant,
-        **METHODS[method](recipe),
-    )
+    """Solves σ, for one run or so that a whole search of such runs stays within ε."""
+    given: dict[str, Any] = {"size": size, "batch_size": recipe.batch_size, "epochs": recipe.epochs}
+    given["delta"] = recipe.delta
+    budget: dict[str, float] = {"epsilon": recipe.epsilon}
+    if recipe.search:
+        search = cw.Search(runs=recipe.searched, method=recipe.search)
+        whole = cw.TuningPlan.for_dataset(**given, epsilon=recipe.epsilon, search=search)
+        budget = {"noise_multiplier": whole.noise_multiplier}
+    return cw.Plan.for_dataset(**given, **budget, accountant=recipe.accountant, **METHODS[method](recipe))
 
 
 def accuracy(model: nn.Module, part: Part, rows: int = 2_000) -> float:
@@ -192,7 +200,7 @@ def accuracy(model: nn.Module, part: Part, rows: int = 2_000) -> float:
 def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile: bool = False) -> dict[str, Any]:
     """Train once; a row of the result file."""
     began = time.perf_counter()
-    torch.set_float32_matmul_precision(recipe.precision)
+    torch.set_float32_matmul_precision("high" if recipe.precision == "bfloat16" else recipe.precision)
     data = prepared(recipe, device)
     train, test = data.train, data.test
     torch.manual_seed(seed)

@@ -39,6 +39,53 @@ def percentiles() -> list[Point]:
     return [("mnist_dc", "dc-sgd-p", {"epsilon": 1.0, "percentile": p}) for p in (0.9, 0.7)]
 
 
+def fixed() -> list[Point]:
+    """D tables IV and V: other clip norms of Abadi, other percentiles of DC-SGD-P, at the ε that a task comes first at.
+
+    C = 1 and p = 0.5 are rows of table VIII.
+    """
+    changes = [("abadi", {"clip_norm": c}) for c in (0.1, 10.0)] + [("dc-sgd-p", {"percentile": p}) for p in (0.3, 0.7)]
+    tasks = {"cifar10_dc": 8.0, "names_dc": 8.0, "mnist_dc": 1.0}
+    return [(t, m, {"epsilon": e} | change) for t, e in tasks.items() for m, change in changes]
+
+
+NAMES_CHANGES: dict[str, dict[str, Any]] = {
+    "the state after the padding, not after the last letter": {"model": "lstm-padding"},
+    "letters one-hot, not embedded": {"model": "lstm-one-hot"},
+    "32 states a layer, not 128": {"model": "lstm-narrow"},
+    "no name twice": {"data": "names_unique"},
+    "SGD with momentum, lr 0.1": {"optimizer": "sgd", "lr": 0.1},
+}
+
+
+def names() -> list[Point]:
+    """NAMES with one choice changed at a time, at ε = 8: which of them moves the number."""
+    changes: list[dict[str, Any]] = [{}, *NAMES_CHANGES.values()]
+    return [("names_dc", m, {"epsilon": 8.0} | change) for change in changes for m in ("abadi", "auto-s")]
+
+
+SEARCHES = ("liu-talwar", "composition")
+GRID_C, GRID_LR = (0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0), (3.2e-4, 1.28e-3, 5.12e-3)
+PAID_TASKS = {"mnist_dc": 1.0, "names_dc": 2.0}
+PAID: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {  # clip norms and learning rates that are searched
+    "abadi": (GRID_C, GRID_LR),
+    "dc-sgd-e": ((1.0,), GRID_LR),
+    "auto-s": ((1.0,), GRID_LR),
+}
+
+
+def paid(task: str, method: str, search: str) -> list[Point]:
+    """Every run of one search."""
+    norms, rates = PAID[method]
+    how = {"epsilon": PAID_TASKS[task], "search": search, "searched": len(norms) * len(rates)}
+    return [(task, method, how | {"clip_norm": c, "lr": lr}) for c, lr in itertools.product(norms, rates)]
+
+
+def paid_for() -> list[Point]:
+    """D tables II and III: searches whose cost is paid, all within the same ε."""
+    return [p for task in PAID_TASKS for search in SEARCHES for method in PAID for p in paid(task, method, search)]
+
+
 def glue() -> list[Point]:
     """P table 3, A table 2, on SST-2: each rule at two ε, and without privacy."""
     methods = ("abadi", "auto-v", "auto-s", "psac")
@@ -69,7 +116,17 @@ def choice() -> list[Point]:
     ]
 
 
-SWEEPS = {"P4": heatmap, "D8": dc_sgd, "P3": glue, "best": best, "choice": choice, "percentiles": percentiles}
+SWEEPS = {
+    "P4": heatmap,
+    "D2": paid_for,
+    "D4": fixed,
+    "D8": dc_sgd,
+    "P3": glue,
+    "names": names,
+    "best": best,
+    "choice": choice,
+    "percentiles": percentiles,
+}
 
 
 def sweep(name: str, seeds: int, device: str, compile: bool, only: Sequence[str] = ()) -> list[Job]:

@@ -162,6 +162,57 @@ def test_image_recipes_train(made, monkeypatch):
     assert recipes.run_one(small, "psac", 0)["steps"] == 2
 
 
+def test_half_precision_is_that_of_the_loss_alone(made):
+    small = {"epochs": 1, "batch_size": 4, "delta": 1e-3, "epsilon": 8}
+    seen = []
+    for precision in ("highest", "bfloat16"):
+        recipe = recipes.RECIPES["mnist"].changed(small | {"precision": precision})
+        data = recipes.prepared(recipe, "cpu")
+        torch.manual_seed(0)
+        model = recipes.MODELS["cnn"](recipe, data)
+        found = recipes.losses_of(recipe)(model, tuple(v[:8] for v in data.train))
+        seen.append(found)
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        assert recipes.run_one(recipe, "psac", 0)["steps"] == 60
+    assert found.dtype == torch.float32  # cross entropies are sums
+    assert 0 < (seen[0] - seen[1]).abs().max() < 0.05
+
+
+def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
+    base = recipes.RECIPES["mnist_dc"]
+    free = recipes.plan_of(base, "abadi", 60_000)
+    found = [
+        recipes.plan_of(base.changed({"search": how, "searched": n}), "abadi", 60_000)
+        for how, n in (("composition", 3), ("composition", 30), ("liu-talwar", 30))
+    ]
+    sigmas = [free.noise_multiplier, *(p.noise_multiplier for p in found)]
+    assert sigmas == sorted(sigmas)
+    assert found[0].epsilon < free.epsilon
+    points = sweeps.paid("mnist_dc", "abadi", "composition")
+    assert {p[2]["searched"] for p in points} == {len(points)}
+
+
+def test_names_lstm_reads_the_state_it_is_told_to():
+    torch.manual_seed(0)
+    name = torch.tensor([[3, 4, 0, 0], [3, 4, 5, 6]])
+    longer = torch.tensor([[3, 4, 0, 0, 0, 0]])
+    for one_hot in (False, True):
+        plain, padded = (models.NamesLstm(9, 2, 8, one_hot=one_hot, padding=p) for p in (False, True))
+        assert torch.allclose(plain(name)[0], plain(longer)[0])
+        assert not torch.allclose(padded(name)[0], padded(longer)[0])
+
+
+def test_unique_names_do_not_train_and_test(made):
+    every, unique = (datasets.load(name) for name in ("names", "names_unique"))
+
+    def shared(data):
+        rows = [{(*x.tolist(), int(y)) for x, y in zip(*part, strict=True)} for part in (data.train, data.test)]
+        return rows[0] & rows[1]
+
+    assert shared(every)
+    assert not shared(unique)
+
+
 @pytest.mark.filterwarnings("ignore:.*histogram is mostly noise")
 @pytest.mark.parametrize("method", [*recipes.METHODS, recipes.NON_PRIVATE])
 def test_every_method_trains(made, method):
