@@ -54,13 +54,13 @@ def clip(
     """Σ_i w(n_i)·g_i and the norms [b, layers]. An example with a NaN or inf anywhere contributes exactly 0."""
     with exact_products(gradients.losses.device):
         norms = gradients.norms(groups)
-        keep = torch.isfinite(norms).all(dim=1)
-        if mask is not None:
-            keep = keep & mask.to(keep.device)
+        finite = torch.isfinite(norms).all(dim=1)
         weights = rule.weights(norms, clip_norm)
         dtypes = {p.dtype for p in gradients.parameters.values()}
         weights = narrowed(weights, torch.float64 if dtypes == {torch.float64} else torch.float32)
-        return gradients.weighted_sum(weights, keep, groups), norms
+        if mask is not None:
+            weights = torch.where(mask.to(weights.device)[:, None], weights, 0.0)
+        return gradients.weighted_sum(weights, finite, groups), norms
 
 
 def engine_gradients(

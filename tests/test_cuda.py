@@ -10,8 +10,8 @@ import clipwise as cw
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine.compiled import Compiled
 from clipwise.engine.contributions import Outer
-from clipwise.engine.gram import gram
-from clipwise.engine.products import column_sums, cut
+from clipwise.engine.gram import gram, gram_bound
+from clipwise.engine.products import aligned, column_sums, cut, kept_product
 from clipwise.engine.reduce import OuterGrad
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,9 +48,54 @@ def test_the_fused_gram_kernel(shape, precision):
     assert found.used.tolist() == [g * (t // 2)] + [g * t] * (b - 1)
 
 
-def test_sums_over_positions():
-    x = torch.randn(5, 70, 200, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(3, 1, 256, 64, 96), (2, 2, 33, 16, 8), (2, 1, 130, 1160, 24)])
+def test_the_bound_in_one_kernel(shape, precision):
+    if precision == "exact":
+        pytest.skip("exact products have no fused kernel")
+    b, g, t, p, d = shape
+    left, right = (torch.randn(b, g, t, k, device="cuda").to(dtype_of(precision)) for k in (p, d))
+    right[0, :, t // 2 :] = 0
+    left[1, 0, 3, 5] = float("nan")
+    uses = Outer(left, right)
+    found, truth = gram_bound(uses, torch.float32, precision), gram(uses, torch.float32, precision).bound()
+    assert found.isnan().tolist() == [False, True] + [False] * (b - 2)
+    assert torch.allclose(found, truth, rtol=1e-9, equal_nan=True)
+
+
+def test_rows_that_begin_at_multiples_of_eight_are_not_copied():
+    wide = torch.randn(3, 1, 40, 104, device="cuda").bfloat16()
+    narrow, other = wide[..., :97], torch.randn(3, 1, 40, 48, device="cuda").bfloat16()
+    assert aligned(narrow) is narrow
+    assert aligned(narrow[..., 1:]).shape == (3, 1, 40, 96)
+    assert aligned(narrow.contiguous()).shape == (3, 1, 40, 104)
+    found = gram_bound(Outer(narrow, other), torch.float32, "bfloat16")
+    assert torch.allclose(found, gram_bound(Outer(aligned(narrow.contiguous()), other), torch.float32, "bfloat16"))
+
+
+@pytest.mark.parametrize("dropped", [(), (1,), (0, 3)])
+def test_products_without_dropped_examples(precision, dropped):
+    left, right = (torch.randn(4 * 33, k, device="cuda").to(dtype_of(precision)) for k in (72, 200))
+    out = torch.zeros(4, dtype=torch.bool, device="cuda")
+    out[list(dropped)] = True
+    rows = out.repeat_interleave(33)
+    left[rows] = 0
+    truth = left[~rows].double().mT @ right[~rows].double()
+    right[rows] = float("nan")
+    found = kept_product(left, right, out, torch.float32, precision)
+    assert found.dtype == torch.float32
+    assert (found.double() - truth).norm() <= (1e-3 if precision == "tf32" else 1e-5) * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_over_positions(dtype):
+    x = torch.randn(5, 70, 208, device="cuda", dtype=dtype)[..., :200]
     torch.testing.assert_close(column_sums(x), x.float().sum(1), rtol=1e-5, atol=1e-4)
+    model, rule = nn.LayerNorm(200).cuda().to(dtype), cw.AutoV()
+    data = (x + 3, torch.randn_like(x))
+    out = cw.clipped_sum(model, lambda m, b: (m(b[0]) * b[1]).float().sum((1, 2)), data, rule, 1.0)
+    data, model = tuple(v.double() for v in data), model.double()
+    truth = cw.clipped_sum(model, lambda m, b: (m(b[0]) * b[1]).sum((1, 2)), data, rule, 1.0)
+    assert all((out.grads[n].double() - v).norm() <= 1e-5 * v.norm() for n, v in truth.grads.items())
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -73,9 +118,9 @@ def test_sums_leave_dropped_examples_out(precision, groups, time_major):
 class Words(nn.Module):
     """A tied table, a norm and a two-layer net: 45 positions, widths that are no multiple of eight."""
 
-    def __init__(self):
+    def __init__(self, words=57):
         super().__init__()
-        self.table, self.norm = nn.Embedding(57, 36), nn.LayerNorm(36)
+        self.table, self.norm = nn.Embedding(words, 36), nn.LayerNorm(36)
         self.up, self.down = nn.Linear(36, 100), nn.Linear(100, 36)
 
     def forward(self, x):
@@ -177,9 +222,10 @@ def test_a_dropped_record_changes_nothing_of_the_models_or_the_users(precision, 
     assert torch.isnan(x).all()
 
 
-def test_compiled_sums_are_those_of_the_eager_engine(precision):
+@pytest.mark.parametrize("words", [57, 1030])
+def test_compiled_sums_are_those_of_the_eager_engine(precision, words):
     torch.manual_seed(0)
-    model, rule, paths = Words().cuda().to(dtype_of(precision)), cw.PSAC(), {}
+    model, rule, paths = Words(words).cuda().to(dtype_of(precision)), cw.PSAC(), {}
     groups = rule.groups(list(trainable(model)))
 
     def step(data, mask, scale):

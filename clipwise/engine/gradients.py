@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._types import sum_dtype
 from ..errors import LossShape
-from .reduce import Reduced
+from .reduce import Reduced, is_small, join, small
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,11 @@ class Gradients:
     def norms(self, groups: Sequence[Sequence[str]]) -> Tensor:
         """Upper bounds of the norms per group of parameters, float64, shape [b, groups]."""
         zero = torch.zeros(len(self.losses), dtype=torch.float64, device=self.losses.device)
-        squared = {name: zero if r is None else r.squared_norms().to(zero) for name, r in self.reduced.items()}
-        columns = [sum((squared[name] for name in group), zero).sqrt() for group in groups]
+        columns = []
+        for group in groups:
+            found = [self.reduced[name] for name in group]
+            parts = [*(join(grads) for grads in small(found)), *(r for r in found if r is not None and not is_small(r))]
+            columns.append(sum((part.squared_norms().to(zero) for part in parts), zero).sqrt())
         return torch.stack(columns, dim=1)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor, groups: Sequence[Sequence[str]]) -> dict[str, Tensor]:
@@ -41,15 +44,23 @@ class Gradients:
         """
         sums: dict[str, Tensor] = {}
         for column, group in zip(weights.unbind(1), groups, strict=True):
+            taken = {name: self.reduced.pop(name) for name in group}
+            together: dict[int, Tensor] = {}
+            for grads in small(list(taken.values())):
+                total = join(grads).weighted_sum(column.to(grads[0].grad.device), keep.to(grads[0].grad.device))
+                together.update(zip(map(id, grads), total.split([g.grad[0].numel() for g in grads]), strict=True))
             for name in group:
-                parameter, reduced = self.parameters[name], self.reduced.pop(name)
+                parameter, reduced = self.parameters[name], taken.pop(name)
                 dtype = sum_dtype(parameter.dtype)
                 if reduced is None:
                     sums[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                    continue
+                if id(reduced) in together:
+                    total = together[id(reduced)].reshape(parameter.shape)
                 else:
                     total = reduced.weighted_sum(column.to(parameter.device), keep.to(parameter.device))
-                    assert total.shape == parameter.shape, f"{name}: {total.shape} for {parameter.shape}"
-                    sums[name] = total.to(parameter.device, dtype)
+                assert total.shape == parameter.shape, f"{name}: {total.shape} for {parameter.shape}"
+                sums[name] = total.to(parameter.device, dtype)
         return sums
 
 

@@ -1,9 +1,9 @@
 """Norms of Σ_t l_t ⊗ r_t without making it: from inner products of positions, as an upper bound.
 
 G = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels. Its error is at most κ·u·ρ² with ρ = Σ_t ‖l_t‖‖r_t‖ and κ = p + d + 64 (chunks of
-1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor L that is rounded when it takes
-its weight (relative error e: products.py) moves the sum by at most e·‖L‖_F‖R‖₂, and by e·ρ; a largest singular value
-is at most (Σ_ts ⟨r_t, r_s⟩²)^¼.
+1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor L that the sum takes otherwise
+than the norm (by a relative e: products.py) moves it by at most e·‖L‖_F‖R‖₂, and by e·ρ; a largest singular value is at
+most (Σ_ts ⟨r_t, r_s⟩²)^¼.
 
     n̂ = √(max(G, 0) + κ·u·ρ² + underflow) + (t + 4)·u·ρ + rounded        (docs/engine.md)
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._types import unit_roundoff
 from .contributions import Outer
-from .products import WEIGHTED_ERROR, Precision, product
+from .products import MOVED, Precision, product
 
 _LONG = 1024  # inner products longer than this are cut
 _FEW = 32  # positions, up to which the T×T matrices are smaller than a tile of the fused kernel
@@ -49,42 +49,59 @@ class Gram:
         return (estimate + (used + 4) * self.unit * reach + self.rounded).square()
 
 
+def _fused(uses: Outer, precision: Precision) -> bool:
+    return precision != "exact" and uses.left.device.type == "cuda" and uses.left.shape[2] > _FEW
+
+
+def _errors(uses: Outer, dtype: torch.dtype, precision: Precision) -> tuple[float, float, float, float]:
+    """κ·u, u, and how far the entries of left and right may move."""
+    p, d = uses.left.shape[3], uses.right.shape[3]
+    unit = (1 if precision == "exact" else 2) * unit_roundoff(dtype)  # tensor cores cut where others round
+    error = (min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64) * unit
+    weighted, other = MOVED[precision]
+    return error, unit, *((weighted, other) if p <= d else (other, weighted))
+
+
+def gram_bound(uses: Outer, dtype: torch.dtype, precision: Precision) -> Tensor:
+    """`gram(…).bound()`, in one piece where there is a kernel for it."""
+    if not _fused(uses, precision):
+        return gram(uses, dtype, precision).bound()
+    errors = _errors(uses, dtype, precision)
+    found: Tensor = torch.ops.clipwise.gram_bound(uses.left, uses.right, precision == "tf32", *errors)
+    return found
+
+
 def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
     """By the fused kernel where there is one."""
     left, right = uses.left, uses.right
     size, groups, t, p = left.shape
-    d, info = right.shape[3], torch.finfo(dtype)
-    cuts = 1 if precision == "exact" else 2  # tensor cores cut where others round, which is twice as much
-    error = cuts * (min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64) * unit_roundoff(dtype)
-    if precision != "exact" and left.device.type == "cuda" and t > _FEW:
-        sums, squares = torch.ops.clipwise.gram(left.contiguous(), right.contiguous(), precision == "tf32")
-        total, spread_left, spread_right = sums.reshape(3, size, groups).unbind(0)
+    d, tiny = right.shape[3], torch.finfo(dtype).tiny
+    error, unit, *moved = _errors(uses, dtype, precision)
+    if _fused(uses, precision):
+        sums, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
+        total, *spreads = sums.reshape(3, size, groups).unbind(0)
         diagonals = squares.unbind(0)
     else:
-        a, b = (_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right))
-        total = (a * b).sum((2, 3), dtype=torch.float64)
-        diagonals = tuple(x.diagonal(dim1=2, dim2=3) for x in (a, b))
-        if precision != "exact":
-            spread_left, spread_right = (x.double().square().sum((2, 3)) for x in (a, b))
-    norms = [
-        (x.double().clamp(min=0) * (1 + error) + k * info.tiny).sqrt() for x, k in zip(diagonals, (p, d), strict=True)
-    ]
-    lost = info.tiny * (
-        p * norms[1].sum((1, 2)).square() + d * norms[0].sum((1, 2)).square() + p * d * (groups * t) ** 2 * info.tiny
+        products = [_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right)]
+        total = (products[0] * products[1]).sum((2, 3), dtype=torch.float64)
+        diagonals = tuple(x.diagonal(dim1=2, dim2=3) for x in products)
+        spreads = [x.double().square().sum((2, 3)) for x in products] if any(moved) else []
+    norms = [(x.double().clamp(min=0) * (1 + error) + k * tiny).sqrt() for x, k in zip(diagonals, (p, d), strict=True)]
+    lost = tiny * (
+        p * norms[1].sum((1, 2)).square() + d * norms[0].sum((1, 2)).square() + p * d * (groups * t) ** 2 * tiny
     )
     used = ((diagonals[0] != 0) & (diagonals[1] != 0)).sum((1, 2)).double()
-    rounded: Tensor | float = 0.0
-    if precision != "exact":
-        spread = spread_right if p <= d else spread_left  # of the side that does not take the weights
-        rounded = WEIGHTED_ERROR[precision] * _moved(norms if p <= d else norms[::-1], spread, error)
-    return Gram(total.sum(1), norms[0], norms[1], lost, used, error, cuts * unit_roundoff(dtype), rounded)
+    rounded = _moved(norms, spreads, error, moved) if any(moved) else 0.0
+    return Gram(total.sum(1), norms[0], norms[1], lost, used, error, unit, rounded)
 
 
-def _moved(norms: Sequence[Tensor], spread: Tensor, error: float) -> Tensor:
-    """How far the product moves [b] if every entry of its first factor does by its own size at most."""
-    whole, other = (x.square().sum(2).sqrt() for x in norms)  # ‖·‖_F, [b, g]
-    largest = (spread.sqrt() + error * other.square()).sqrt()  # ‖·‖₂
-    return torch.minimum((whole * largest).sum(1), (norms[0] * norms[1]).sum((1, 2)))
+def _moved(norms: Sequence[Tensor], spreads: Sequence[Tensor], error: float, moved: Sequence[float]) -> Tensor:
+    """How far the product moves [b] if every entry of its factors does by so much of its own size at most."""
+    whole = [x.square().sum(2).sqrt() for x in norms]  # ‖·‖_F, [b, g]
+    largest = [(x.sqrt() + error * w.square()).sqrt() for x, w in zip(spreads, whole, strict=True)]  # ‖·‖₂
+    a, b = moved
+    both = a * whole[0] * largest[1] + b * whole[1] * largest[0] + a * b * whole[0] * whole[1]
+    return torch.minimum(both.sum(1), (a + b + a * b) * (norms[0] * norms[1]).sum((1, 2)))
 
 
 def _products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels: Gram sums that never write a T×T matrix, and sums over positions.
+"""Triton kernels: Gram sums that never write a T×T matrix, the bound made of them, and sums over positions.
 
 Imported on a GPU only, by the ops of products.py.
 """
@@ -13,19 +13,34 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_TILE = 128  # positions
 _CHUNK = tl.constexpr(1024)  # inner products longer than this are cut, and their parts added up
 
 
 @triton.jit
-def _tile(x, example, row, column, width, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):
-    """Inner products of TILE positions with TILE others. Rows and columns beyond the tensor are read as zero."""
+def _tile(
+    x,
+    example,
+    row,
+    column,
+    width,
+    SAME: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Inner products of TILE positions with TILE others, or with themselves, which then are read once.
+
+    Rows and columns beyond the tensor are read as zero.
+    """
     total = tl.zeros([TILE, TILE], tl.float32)
     part = tl.zeros([TILE, TILE], tl.float32)
     for k in range(0, width, DEPTH):
         a = x.load([example, row, k]).reshape(TILE, DEPTH)
-        b = x.load([example, column, k]).reshape(TILE, DEPTH)
-        part = tl.dot(a, b.T, part, input_precision=PRECISION)
+        if SAME:
+            part = tl.dot(a, a.T, part, input_precision=PRECISION)
+        else:
+            b = x.load([example, column, k]).reshape(TILE, DEPTH)
+            part = tl.dot(a, b.T, part, input_precision=PRECISION)
         if (k + DEPTH) % _CHUNK == 0:
             total += part
             part = tl.zeros([TILE, TILE], tl.float32)
@@ -44,25 +59,53 @@ def _gram(
         j -= tiles - i
         i += 1
     j += i
-    a = _tile(left, example, i * TILE, j * TILE, p, TILE, DEPTH, PRECISION)
-    b = _tile(right, example, i * TILE, j * TILE, d, TILE, DEPTH, PRECISION)
+    if i == j:
+        a = _tile(left, example, i * TILE, i * TILE, p, True, TILE, DEPTH, PRECISION)
+        b = _tile(right, example, i * TILE, i * TILE, d, True, TILE, DEPTH, PRECISION)
+        t = tl.arange(0, TILE)
+        same, inside = t[:, None] == t[None, :], i * TILE + t < positions
+        row = squares + example.to(tl.int64) * positions + i * TILE + t
+        tl.store(row, tl.sum(tl.where(same, a, 0.0), axis=1), inside)
+        tl.store(row + examples.to(tl.int64) * positions, tl.sum(tl.where(same, b, 0.0), axis=1), inside)
+    else:
+        a = _tile(left, example, i * TILE, j * TILE, p, False, TILE, DEPTH, PRECISION)
+        b = _tile(right, example, i * TILE, j * TILE, d, False, TILE, DEPTH, PRECISION)
     times = tl.where(i == j, 1.0, 2.0).to(tl.float64)
     place = sums + example * pairs + pair
     wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
     tl.store(place, times * tl.sum(wide_a * wide_b))
     tl.store(place + examples * pairs, times * tl.sum(wide_a * wide_a))
     tl.store(place + 2 * examples * pairs, times * tl.sum(wide_b * wide_b))
-    if i == j:
-        t = tl.arange(0, TILE)
-        same, inside = t[:, None] == t[None, :], i * TILE + t < positions
-        row = squares + example.to(tl.int64) * positions + i * TILE + t
-        tl.store(row, tl.sum(tl.where(same, a, 0.0), axis=1), inside)
-        tl.store(row + examples.to(tl.int64) * positions, tl.sum(tl.where(same, b, 0.0), axis=1), inside)
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     b, g, t, width = x.shape
-    return TensorDescriptor(x, [b * g, t, width], [t * width, width, 1], [1, rows, columns])
+    return TensorDescriptor(x, [b * g, t, width], [x.stride(int(g > 1)), x.stride(2), 1], [1, rows, columns])
+
+
+def _sums(left: Tensor, right: Tensor, tf32: bool, tile: int = 128, warps: int = 8, stages: int = 4, deep: int = 1):
+    """Σ_ts A_ts·B_ts, Σ A_ts², Σ B_ts² per example, group and pair of tiles; the diagonals of A and B."""
+    b, g, t, p = left.shape
+    tiles, depth = triton.cdiv(t, tile), deep * (32 if left.dtype == torch.float32 else 64)
+    pairs = tiles * (tiles + 1) // 2
+    sums = torch.empty(3, b * g, pairs, dtype=torch.float64, device=left.device)
+    squares = torch.empty(2, b, g, t, dtype=torch.float32, device=left.device)
+    _gram[(b * g, pairs)](
+        _blocks(left, tile, depth),
+        _blocks(right, tile, depth),
+        sums,
+        squares,
+        t,
+        p,
+        right.shape[3],
+        tiles,
+        tile,
+        depth,
+        "tf32" if tf32 else "ieee",
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return sums, squares
 
 
 def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
@@ -70,37 +113,104 @@ def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 
     A and B hold the inner products of the positions of left [b, g, t, p] and right [b, g, t, d].
     """
-    b, g, t, p = left.shape
-    tiles, depth = triton.cdiv(t, _TILE), 32 if left.dtype == torch.float32 else 64
-    pairs = tiles * (tiles + 1) // 2
-    sums = torch.empty(3, b * g, pairs, dtype=torch.float64, device=left.device)
-    squares = torch.empty(2, b, g, t, dtype=torch.float32, device=left.device)
-    _gram[(b * g, pairs)](
-        _blocks(left, _TILE, depth),
-        _blocks(right, _TILE, depth),
-        sums,
-        squares,
-        t,
-        p,
-        right.shape[3],
-        tiles,
-        _TILE,
-        depth,
-        "tf32" if tf32 else "ieee",
-        num_warps=8,
-        num_stages=4,
-    )
+    sums, squares = _sums(left, right, tf32)
     return sums.sum(2), squares
 
 
 @triton.jit
-def _column_sums(x, out, positions, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _bound(
+    sums,
+    squares,
+    out,
+    groups,
+    positions,
+    pairs,
+    TINY_P: tl.constexpr,
+    TINY_D: tl.constexpr,
+    ERROR: tl.constexpr,
+    UNIT: tl.constexpr,
+    MOVED_LEFT: tl.constexpr,
+    MOVED_RIGHT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`Gram.bound` of one example (gram.py says what it is), with nothing added. NaN stays NaN."""
+    example, examples = tl.program_id(0), tl.num_programs(0)
+    zero = tl.zeros([], tl.float64)
+    total, reach, used, sum_left, sum_right = zero, zero, zero, zero, zero
+    left_moves, right_moves, both_move = zero, zero, zero
+    for g in range(groups):
+        own_left, own_right = zero, zero  # ‖·‖_F²
+        row = (example * groups + g).to(tl.int64)
+        for k in range(0, positions, BLOCK):
+            t = k + tl.arange(0, BLOCK)
+            inside = t < positions
+            a = tl.load(squares + row * positions + t, inside, other=0.0).to(tl.float64)
+            b = tl.load(squares + (examples * groups + row) * positions + t, inside, other=0.0).to(tl.float64)
+            used += tl.sum((inside & (a != 0) & (b != 0)).to(tl.float64))
+            a = tl.sqrt(tl.where(a < 0, 0.0, a) * (1 + ERROR) + inside.to(tl.float64) * TINY_P)
+            b = tl.sqrt(tl.where(b < 0, 0.0, b) * (1 + ERROR) + inside.to(tl.float64) * TINY_D)
+            reach += tl.sum(a * b)
+            sum_left += tl.sum(a)
+            sum_right += tl.sum(b)
+            own_left += tl.sum(a * a)
+            own_right += tl.sum(b * b)
+        n = tl.arange(0, PAIRS)
+        place = sums + row * pairs + n
+        total += tl.sum(tl.load(place, n < pairs, other=0.0))
+        spread_left = tl.sum(tl.load(place + examples * groups * pairs, n < pairs, other=0.0))
+        spread_right = tl.sum(tl.load(place + 2 * examples * groups * pairs, n < pairs, other=0.0))
+        left_moves += tl.sqrt(own_left) * tl.sqrt(tl.sqrt(spread_right) + ERROR * own_right)
+        right_moves += tl.sqrt(own_right) * tl.sqrt(tl.sqrt(spread_left) + ERROR * own_left)
+        both_move += tl.sqrt(own_left) * tl.sqrt(own_right)
+    moved = MOVED_LEFT * left_moves + MOVED_RIGHT * right_moves + MOVED_LEFT * MOVED_RIGHT * both_move
+    most = (MOVED_LEFT + MOVED_RIGHT + MOVED_LEFT * MOVED_RIGHT) * reach
+    rounded = tl.where(most < moved, most, moved)
+    count = zero + groups * positions
+    lost = sum_right * sum_right * TINY_P + sum_left * sum_left * TINY_D + (count * TINY_P) * (count * TINY_D)
+    estimate = tl.sqrt(tl.where(total < 0, 0.0, total) + ERROR * reach * reach + lost)
+    norm = estimate + (used + 4) * UNIT * reach + rounded
+    tl.store(out + example, norm * norm)
+
+
+def gram_bound(
+    left: Tensor, right: Tensor, tf32: bool, error: float, unit: float, moved_left: float, moved_right: float
+) -> Tensor:
+    """The squared norm's bound per example [b], float64."""
+    b, g, t, p = left.shape
+    sums, squares = _sums(left, right, tf32)
+    out = torch.empty(b, dtype=torch.float64, device=left.device)
+    tiny, pairs = torch.finfo(torch.float32).tiny, sums.shape[2]
+    block = min(1024, triton.next_power_of_2(t))
+    _bound[(b,)](
+        sums,
+        squares,
+        out,
+        g,
+        t,
+        pairs,
+        p * tiny,
+        right.shape[3] * tiny,
+        error,
+        unit,
+        moved_left,
+        moved_right,
+        triton.next_power_of_2(pairs),
+        block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _column_sums(x, out, positions, p, across, along, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     example = tl.program_id(0).to(tl.int64)
     n, t = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in range(0, positions, ROWS):
         inside = (k + t < positions)[:, None] & (n < p)[None, :]
-        total += tl.load(x + (example * positions + k + t)[:, None] * p + n[None, :], inside, other=0.0).to(tl.float32)
+        place = x + example * across + (k + t).to(tl.int64)[:, None] * along + n[None, :]
+        total += tl.load(place, inside, other=0.0).to(tl.float32)
     tl.store(out + example * p + n, tl.sum(total, axis=0), n < p)
 
 
@@ -108,5 +218,97 @@ def column_sums(x: Tensor) -> Tensor:
     """[b, t, p] summed over t in float32."""
     b, t, p = x.shape
     out = torch.empty(b, p, dtype=torch.float32, device=x.device)
-    _column_sums[(b, triton.cdiv(p, 128))](x, out, t, p, 32, 128, num_warps=4)
+    _column_sums[(b, triton.cdiv(p, 128))](x, out, t, p, x.stride(0), x.stride(1), 32, 128, num_warps=4)
     return out
+
+
+@triton.jit
+def _norm_sums(
+    grad, x, mean, scale, out, positions, p, across, along, across_x, along_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    example, examples = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    n, t = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    scaled, plain = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in range(0, positions, ROWS):
+        row, here = (k + t).to(tl.int64), k + t < positions
+        inside = here[:, None] & (n < p)[None, :]
+        g = tl.load(grad + example * across + row[:, None] * along + n[None, :], inside, other=0.0).to(tl.float32)
+        v = tl.load(x + example * across_x + row[:, None] * along_x + n[None, :], inside, other=0.0).to(tl.float32)
+        m = tl.load(mean + example * positions + row, here, other=0.0)
+        s = tl.load(scale + example * positions + row, here, other=0.0)
+        scaled += g * ((v - m[:, None]) * s[:, None])
+        plain += g
+    tl.store(out + example * p + n, tl.sum(scaled, axis=0), n < p)
+    tl.store(out + (examples + example) * p + n, tl.sum(plain, axis=0), n < p)
+
+
+def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Σ_t grad·(x − mean)·scale and Σ_t grad, [2, b, p] in float32, of grad and x [b, t, p], mean and scale [b, t]."""
+    b, t, p = grad.shape
+    out = torch.empty(2, b, p, dtype=torch.float32, device=grad.device)
+    strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1))
+    _norm_sums[(b, triton.cdiv(p, 64))](grad, x, mean, scale, out, t, p, *strides, 32, 64, num_warps=4)
+    return out
+
+
+@triton.jit
+def _product_without(
+    left,
+    right,
+    dropped,
+    out,
+    rows,
+    p,
+    d,
+    examples,
+    positions,
+    along_left,
+    along_right,
+    EXAMPLES: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of leftᵀ·right without the rows of dropped examples; nothing at all if there are none."""
+    some = tl.zeros([], tl.int32)
+    for k in range(0, examples, EXAMPLES):
+        n = k + tl.arange(0, EXAMPLES)
+        some += tl.sum(tl.load(dropped + n, n < examples, other=0).to(tl.int32))
+    if some > 0:
+        m, n = tl.program_id(0) * P + tl.arange(0, P), tl.program_id(1) * D + tl.arange(0, D)
+        total = tl.zeros([P, D], tl.float32)
+        for k in range(0, rows, DEPTH):
+            row = k + tl.arange(0, DEPTH)
+            read = (row < rows) & (tl.load(dropped + row // positions, row < rows, other=1) == 0)
+            place = row.to(tl.int64)
+            a = tl.load(left + place[:, None] * along_left + m[None, :], read[:, None] & (m < p)[None, :], other=0.0)
+            b = tl.load(right + place[:, None] * along_right + n[None, :], read[:, None] & (n < d)[None, :], other=0.0)
+            total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+        place = out + m.to(tl.int64)[:, None] * d + n[None, :]
+        tl.store(place, total, (m < p)[:, None] & (n < d)[None, :])
+
+
+def product_without_(out: Tensor, left: Tensor, right: Tensor, dropped: Tensor, tf32: bool) -> None:
+    """`out`, leftᵀ·right, made anew without the rows of dropped examples, if there are any: they may hold NaN."""
+    (rows, p), d, examples = left.shape, right.shape[1], len(dropped)
+    _product_without[(triton.cdiv(p, 64), triton.cdiv(d, 64))](
+        left,
+        right,
+        dropped.view(torch.uint8),
+        out,
+        rows,
+        p,
+        d,
+        examples,
+        rows // examples,
+        left.stride(0),
+        right.stride(0),
+        min(1024, triton.next_power_of_2(examples)),
+        64,
+        64,
+        32,
+        "tf32" if tf32 else "ieee",
+        num_warps=4,
+        num_stages=3,
+    )

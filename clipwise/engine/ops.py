@@ -20,7 +20,7 @@ from .._types import sum_dtype
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .contributions import Contribution, Dense, Outer, Rows, Unfolded
 from .depthwise import depthwise_gradient
-from .products import column_sums
+from .products import column_sums, has_kernel
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,17 @@ def _trailing(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
 
 
 def _layer_norm(call: Call, grad: Tensor) -> Uses:
-    x, shape = call.values["input"], call.values["normalized_shape"]
-    return _trailing(call, grad, F.layer_norm(x, shape, eps=call.values.get("eps", 1e-5)))
+    x, shape, eps = call.values["input"], call.values["normalized_shape"], call.values.get("eps", 1e-5)
+    if len(shape) > 1 or not has_kernel(g := call.batch_major(grad, 1)):
+        yield from _trailing(call, grad, F.layer_norm(x, shape, eps=eps))
+        return
+    wide = call.batch_major(x, 1)
+    _, mean, scale = torch.native_layer_norm(wide, shape, None, None, eps)
+    rows = [v if v.stride(2) == 1 else v.contiguous() for v in (g, wide)]
+    sums = torch.ops.clipwise.norm_sums(*rows, *(s.float().reshape(g.shape[:2]).contiguous() for s in (mean, scale)))
+    for name, total in zip(("weight", "bias"), sums.unbind(0), strict=True):
+        if name in call.trained:
+            yield name, Dense(total)
 
 
 def _rms_norm(call: Call, grad: Tensor) -> Uses:

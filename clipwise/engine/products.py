@@ -4,10 +4,11 @@
 |---|---|---|---|
 | exact | float32 or float64, as they are | the same | everywhere |
 | bfloat16 | bfloat16, as they are: their products are exact in float32 | float32 | tensor cores |
-| tf32 | float32, cut to 11 bits beforehand: every kernel multiplies the same numbers | float32 | tensor cores |
+| tf32 | float32, of which a kernel keeps 11 bits, cut or rounded | float32 | tensor cores |
 
 A sum Σ w·l⊗r takes its weights on one factor. That factor is rounded to what the product takes, and so differs from the
-one whose norm was taken; `WEIGHTED_ERROR` says by how much at most, and the norm's bound grows by it (gram.py).
+one whose norm was taken; a TF32 factor without weights does too, since each kernel cuts in its own way. `MOVED` says by
+how much at most, and the norm's bound grows by it (gram.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cuda_ops  # noqa: F401  (torch.ops.clipwise)
 from .static import is_static
 
 Precision = Literal["exact", "bfloat16", "tf32"]
 
-# Relative error of an entry of the factor that takes the weights, a little rounded up: 2⁻⁸, and 2⁻¹⁰ however it is cut.
-WEIGHTED_ERROR: dict[Precision, float] = {"exact": 0.0, "bfloat16": 3.92e-3, "tf32": 9.8e-4}
+# How far an entry may be from the one whose norm was taken, relative to it: of the factor that takes the weights, and
+# of the other. bfloat16: 2⁻⁸. TF32: one kernel cuts (by up to 2⁻¹⁰) where another rounds (by up to 2⁻¹¹), before or
+# after the weight. A little rounded up.
+MOVED: dict[Precision, tuple[float, float]] = {
+    "exact": (0.0, 0.0),
+    "bfloat16": (3.92e-3, 0.0),
+    "tf32": (1.47e-3, 9.8e-4),
+}
 
 
 def precision_of(left: Tensor, right: Tensor) -> Precision:
@@ -39,7 +47,7 @@ def precision_of(left: Tensor, right: Tensor) -> Precision:
 
 
 def cut(x: Tensor) -> Tensor:
-    """To the 11 bits that TF32 keeps."""
+    """To the 11 bits that TF32 keeps: what is left, every kernel takes as it is."""
     return (x.view(torch.int32) & -(2**13)).view(torch.float32)
 
 
@@ -85,58 +93,32 @@ def select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
 
 
 def aligned(x: Tensor, to: int = 8) -> Tensor:
-    """The last axis padded with zeros to a multiple of `to`: products of other lengths take slow ways."""
-    return F.pad(x, (0, -x.shape[-1] % to)) if x.shape[-1] % to else x
+    """[b, g, t, n] in rows that begin at multiples of `to`, padded with zeros if need be: others take slow ways."""
+    apart = x.stride(2) % to == 0 and x.stride(0) % to == 0 and x.storage_offset() % to == 0
+    if x.stride(3) == 1 and apart and (x.shape[1] == 1 or x.is_contiguous()):
+        return x
+    return F.pad(x, (0, -x.shape[3] % to)).contiguous()
+
+
+def kept_product(left: Tensor, right: Tensor, dropped: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
+    """leftᵀ @ right over rows [b·t, ·]; one factor is 0 in the rows of dropped examples [b], the other may hold NaN."""
+    if left.device.type == "cuda" and dtype == torch.float32:
+        if precision == "exact":
+            left, right = left.float(), right.float()
+        found: Tensor = torch.ops.clipwise.kept_product(left, right, dropped, precision)
+        return found
+    keep = (~dropped).repeat_interleave(len(left) // len(dropped))
+    return product(select(left, keep).mT, select(right, keep), dtype, precision)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Sums of [b, t, p] over t have a kernel of their own."""
+    return x.device.type == "cuda" and x.dtype != torch.float64 and x.dim() == 3 and x.shape[1] > 1
 
 
 def column_sums(x: Tensor) -> Tensor:
     """[b, t, p] summed over t, in float32 or wider."""
-    if x.device.type == "cuda" and x.dtype != torch.float64 and x.shape[1] > 1:
-        found: Tensor = torch.ops.clipwise.column_sums(x.contiguous())
+    if has_kernel(x):
+        found: Tensor = torch.ops.clipwise.column_sums(x if x.stride(2) == 1 else x.contiguous())
         return found
     return x.sum(1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-
-
-# -- ops that a compiler takes as they are: their insides are not its business -------------------------------------
-
-
-@torch.library.custom_op("clipwise::matmul", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> Tensor")
-def _matmul(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
-    backend: Any = torch.backends.cuda.matmul
-    before, backend.fp32_precision = backend.fp32_precision, "tf32" if tf32 else "ieee"
-    try:
-        return torch.matmul(left, right)
-    finally:
-        backend.fp32_precision = before
-
-
-@_matmul.register_fake
-def _(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
-    return torch.matmul(left, right)
-
-
-@torch.library.custom_op("clipwise::column_sums", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _column_sums(x: Tensor) -> Tensor:
-    from .kernels_cuda import column_sums as kernel
-
-    return kernel(x)
-
-
-@_column_sums.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[2], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "clipwise::gram", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> (Tensor, Tensor)"
-)
-def _gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
-    from .kernels_cuda import gram as kernel
-
-    return kernel(left, right, tf32)
-
-
-@_gram.register_fake
-def _(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
-    b, g, t, _ = left.shape
-    return left.new_empty(3, b * g, dtype=torch.float64), left.new_empty(2, b, g, t, dtype=torch.float32)

@@ -11,8 +11,9 @@ taken (its `Path`) is fixed once per parameter.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from .._types import sum_dtype
 from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
-from .gram import Gram, gram
-from .products import WEIGHTED_ERROR, Precision, aligned, cut, precision_of, product, select
+from .gram import Gram, gram, gram_bound
+from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
 
 _CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
+_FEW = 2**13  # entries of one example's gradient up to which it is put beside others
 _ROWS = 2**13  # examples × positions of one product: how its sum rounds grows with its length
 
 
@@ -99,6 +101,26 @@ class DenseGrad:
         return total.permute([order.index(axis) for axis in range(1, grad.dim())])
 
 
+def is_small(grad: Reduced | None) -> bool:
+    """Biases and scales: less work than starting it."""
+    return isinstance(grad, DenseGrad) and grad.squared is None and grad.grad[0].numel() <= _FEW
+
+
+def small(grads: Sequence[Reduced | None]) -> list[list[DenseGrad]]:
+    """The small ones, those of one device and dtype together."""
+    kinds: dict[object, list[DenseGrad]] = {}
+    for grad in grads:
+        if is_small(grad):
+            assert isinstance(grad, DenseGrad)
+            kinds.setdefault((grad.grad.device, grad.grad.dtype), []).append(grad)
+    return list(kinds.values())
+
+
+def join(grads: Sequence[DenseGrad]) -> DenseGrad:
+    """Side by side, each flat."""
+    return DenseGrad(torch.cat([grad.grad.flatten(1) for grad in grads], dim=1))
+
+
 @dataclass(frozen=True)
 class OuterGrad:
     """Never materialised: norms from Gram products, the sum as one ordinary weight-gradient product."""
@@ -118,14 +140,14 @@ class OuterGrad:
     def squared_norms(self) -> Tensor:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
         if not self.single:
-            return self.gram().bound()
+            return gram_bound(self.uses, self.dtype, self.precision)
         left, right = self.uses.left, self.uses.right
         product_of_norms = squares(left, 3) * squares(right, 3)  # [b, g, t]
-        one = product_of_norms.sum((1, 2)) * (1 + WEIGHTED_ERROR[self.precision]) ** 2
+        one = product_of_norms.sum((1, 2)) * math.prod((1 + moved) ** 2 for moved in MOVED[self.precision])
         if left.shape[2] == 1:
             return one
         used = ((left != 0).any(3) & (right != 0).any(3)).any(1).sum(1)  # a longer example must not change the others
-        return torch.where(used <= 1, one, self.gram().bound())
+        return torch.where(used <= 1, one, gram_bound(self.uses, self.dtype, self.precision))
 
     def gram(self) -> Gram:
         """What the norm is made of."""
@@ -135,16 +157,21 @@ class OuterGrad:
         """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
         left, right = self.uses.left, self.uses.right
         if left.shape[3] <= right.shape[3]:
-            left, right = self._weighted(left, weights, keep), select(right, keep)
+            left = self._weighted(left, weights, keep)
         else:
-            left, right = select(left, keep), self._weighted(right, weights, keep)
-        rows, parts = max(1, _ROWS // left.shape[2]), []
-        for i in range(0, len(left), rows):
-            factors = (_all_rows(x[i : i + rows]) for x in (left, right))
-            parts.append(product(next(factors).mT, next(factors), self.dtype, self.precision))
+            right = self._weighted(right, weights, keep)
+        rows = max(1, _ROWS // left.shape[2])
+        parts = [self._product(*(x[i : i + rows] for x in (left, right, keep))) for i in range(0, len(left), rows)]
         total = functools.reduce(torch.add, parts)
         p, d = self.sides or total.shape[-2:]
         return total[..., :p, :d].reshape(self.shape)
+
+    def _product(self, left: Tensor, right: Tensor, keep: Tensor) -> Tensor:
+        """Of the factors [b, g, t, ·]; the one without weights may hold NaN in rows that are not kept."""
+        if left.shape[1] == 1 and left.device.type == "cuda":
+            return kept_product(left.flatten(0, 2), right.flatten(0, 2), ~keep, self.dtype, self.precision)
+        left, right = (_all_rows(select(x, keep)) for x in (left, right))
+        return product(left.mT, right, self.dtype, self.precision)
 
     def _weighted(self, x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
         """The factor with the weights, as narrow as products take it: WEIGHTED_ERROR covers that."""
@@ -199,14 +226,21 @@ class TiedGrad:
         return self.rows.weighted_sum(weights, keep, self.outer.weighted_sum(weights, keep))
 
 
-def choose_path(t: int, p: int, d: int, device: torch.device) -> Path:
+_BYTES = {"bfloat16": 840, "tf32": 410}  # operations of the Gram kernel in the time that one entry goes to memory
+
+
+def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
     """From shapes alone, and once per parameter.
 
     Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
     gradient has p·d entries to write and to read twice (about 10 operations each, on the machines tried), and many
     small products run at two thirds the speed of a large one (t more per entry). In float64 the Gram form and its sum
-    take twice as long. A gradient much larger than the activations is materialised only where t is very large.
+    take twice as long. A gradient much larger than the activations is materialised only where t is very large. Tensor
+    cores compute far faster than memory takes entries, and their kernel does half of the symmetric products.
     """
+    if precision != "exact":
+        dense = p * d * _BYTES[precision] < t * (t + 128) * (p + d)
+        return Path("dense" if t > 1 and dense else "outer", False, t == 1)
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
     more = 4 * t * t * (p + d) + t * p * d if wide else 2 * t * t * (p + d)
     if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < more)):
@@ -223,7 +257,6 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
 def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
-    uses = [_as_multiplied(u) if isinstance(u, (Outer, Unfolded)) else u for u in uses]
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
     sides = [_sides(u) for u in products]
@@ -232,9 +265,11 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             return RowsGrad(merge_rows(rows), shape)
         groups, _, p, d = sides[0]
         if name not in paths:
-            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, products[0].left.device)
+            first = products[0]
+            precision = precision_of(first.left, _right(first))
+            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, first.left.device, precision)
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
-            grad = _outer(products, shape, (p, d), paths[name])
+            grad = _outer(products, shape, (p, d), paths[name], tied=bool(rows))
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     if len(uses) == 1 and isinstance(uses[0], Unfolded):
         seen: list[Tensor] = []
@@ -246,23 +281,18 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
     return DenseGrad(total)
 
 
-def _as_multiplied(use: Outer | Unfolded) -> Outer | Unfolded:
-    """TF32 factors are cut once, here: no kernel that one batch or another picks can then cut them otherwise."""
-    if precision_of(use.left, _right(use)) != "tf32":
-        return use
-    if isinstance(use, Unfolded):
-        return replace(use, left=cut(use.left), input=cut(use.input))
-    return Outer(cut(use.left), cut(use.right))
-
-
 def _right(use: Outer | Unfolded) -> Tensor:
     return use.input if isinstance(use, Unfolded) else use.right
 
 
-def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], sides: tuple[int, int], path: Path) -> OuterGrad:
+def _outer(
+    uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], sides: tuple[int, int], path: Path, tied: bool
+) -> OuterGrad:
     precision = precision_of(uses[0].left, _right(uses[0]))
     merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in uses])
     if precision == "exact":
         return OuterGrad(merged, shape, path.wide, path.single)
+    if precision == "tf32" and tied:  # the other use may cancel this one: their cross term is that of the same numbers
+        merged = Outer(cut(merged.left), cut(merged.right))
     lined = Outer(aligned(merged.left), aligned(merged.right))
     return OuterGrad(lined, shape, path.wide, path.single, precision, sides)

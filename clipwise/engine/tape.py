@@ -30,6 +30,7 @@ from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
+from .padded import padded_linear
 from .products import exact_products
 from .recompute import no_recompute
 from .reduce import Paths, Reduced, reduce_uses
@@ -237,7 +238,8 @@ class Tape(TorchFunctionMode):
         values = {n: targets[n].value if n in targets else x for n, x in given.items()}
         call = Call(name, values, frozenset(targets), self.size)
         rule.check(call)
-        out = func(*self._with(args, "value"), **self._with(kwargs, "value"))
+        wide = padded_linear(func, values)
+        out = func(*self._with(args, "value"), **self._with(kwargs, "value")) if wide is None else wide
         if out.dim() == 0 or out.shape[0] % self.size:
             raise UnsupportedOp(
                 f"{name} with parameter {names_of(list(targets.values()))} gives an output of "
@@ -255,11 +257,11 @@ class Tape(TorchFunctionMode):
                         f"The {n} of {name} (parameter {names_of(list(targets.values()))}) was changed in place after "
                         "the op had used it; plain PyTorch raises here too. Replace the in-place op by an ordinary one."
                     )
-            for n, use in rule.uses(call, grad):
+            for n, use in rule.uses(call, grad if wide is None else grad[..., : len(values["weight"])]):
                 yield targets[n], use
 
         self._records.append(Record(get_gradient_edge(out), tuple(targets.values()), contributions))
-        return out
+        return out if wide is None else out[..., : len(values["weight"])].contiguous()
 
     def _tapped(self, out: Tensor) -> Tensor:
         if out._is_view():
@@ -268,8 +270,7 @@ class Tape(TorchFunctionMode):
             return out
         if out.device not in self._anchor:
             self._anchor[out.device] = torch.zeros((), device=out.device, requires_grad=True)
-        tapped: Tensor = Tap.apply(out, self._anchor[out.device])
-        return tapped
+        return Tap.apply(out, self._anchor[out.device])  # type: ignore[no-any-return]
 
     def _broadcast(self, func: Any, args: Any, kwargs: Any, trained: list[Trained]) -> Any:
         """Give every example its own copy of the parameter along the first axis, and let autograd do the rest.
@@ -281,8 +282,8 @@ class Tape(TorchFunctionMode):
         given = list(tensors((args, kwargs)))
         others = [x for x in given if self._trained(x) is None and self._seen.is_data(x)]
         dims = max(x.dim() for x in given)
-        axes = max(dims, 1) + (func is torch.stack)
-        joins = func in JOINS and (kwargs.get("dim", args[1] if len(args) > 1 else 0) % axes != 0)
+        along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        joins = func in JOINS and along % (max(dims, 1) + (func is torch.stack)) != 0
         rows = max((x.shape[0] for x in others if x.dim() == dims and dims), default=0)
 
         def copies(x: Tensor) -> Tensor:
@@ -317,11 +318,10 @@ class Tape(TorchFunctionMode):
 
     def _leaf(self, target: Trained, value: Tensor, uses: Origin | None) -> Tensor:
         leaf = value.detach().requires_grad_()
-        shape = target.value.shape
 
         def summed(grad: Tensor) -> Iterator[tuple[Trained, Contribution]]:
             rows = grad.reshape(self.size, -1, *grad.shape[1:]).sum(1)
-            yield target, Dense(rows.reshape(self.size, *shape))
+            yield target, Dense(rows.reshape(self.size, *target.value.shape))
 
         self._records.append(Record(leaf, (target,), uses or summed))
         return leaf
