@@ -188,7 +188,7 @@ def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
     sigmas = [free.noise_multiplier, *(p.noise_multiplier for p in found)]
     assert sigmas == sorted(sigmas)
     assert found[0].epsilon < free.epsilon
-    points = sweeps.paid("mnist_dc", "abadi", "composition")
+    points = sweeps.paid("mnist_dc", "composition")
     assert {p[2]["searched"] for p in points} == {len(points)}
 
 
