@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import analysis, coverage, digits, fetch, figures, report, runs, sweeps, synthetic, tables
+from . import analysis, coverage, dc_tables, digits, fetch, figures, report, runs, sweeps, synthetic, tables
 from .recipes import RECIPES
 from .results_io import RESULTS, save
 
@@ -27,6 +27,8 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "bias": analysis.bias,
     "bound": analysis.bound,
 }
+
+TABLES: dict[str, Callable[[], str]] = {**tables.TABLES, **dc_tables.DC_TABLES}
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
     kinds.add_parser("merge", help="add rows of result files made elsewhere").add_argument("folder", type=Path)
     kinds.add_parser("results", help="write RESULTS.md")
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
-    kinds.add_parser("table").add_argument("name", choices=tables.TABLES)
+    kinds.add_parser("table").add_argument("name", choices=TABLES)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     if given.kind == "data":
@@ -71,7 +73,7 @@ def main() -> None:
     elif given.kind == "figure":
         print(*figures.draw(given.name), sep="\n")
     else:
-        print(tables.TABLES[given.name]())
+        print(TABLES[given.name]())
 
 
 if __name__ == "__main__":

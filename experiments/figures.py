@@ -37,7 +37,7 @@ def _panels(count: int, **options: Any) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * count, 3.6))
-    return figure, figure.subplots(1, count, **options)
+    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
 
 
 def percentile_figure(found: dict[str, Any]) -> Any:
@@ -225,4 +225,5 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "P_bound": ("bound", bound_figure),
     "dc_mnist": ("mnist_dc", threshold_figure),
     "dc_names": ("names_dc", threshold_figure),
+    "dc_cifar10": ("cifar10_dc", threshold_figure),
 }

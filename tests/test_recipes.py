@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import struct
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,94 +27,7 @@ from experiments import (
     tables,
 )
 
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    raw = b"\0\0\x08" + bytes([values.ndim]) + struct.pack(f">{values.ndim}i", *values.shape) + values.tobytes()
-    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
-
-
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    """Small data sets of every layout, whose classes can be told apart."""
-    rng = np.random.default_rng(0)
-    for name, ending in (("mnist", ""), ("fashion_mnist", ".gz")):
-        (tmp_path / name).mkdir()
-        for part, size in (("train", 240), ("t10k", 60)):
-            labels = rng.integers(0, 10, size).astype(np.uint8)
-            images = rng.integers(0, 40, (size, 28, 28)).astype(np.uint8)
-            images[np.arange(size), 2 * labels, :] = 255
-            write_idx(tmp_path / name / f"{part}-images-idx3-ubyte{ending}", images)
-            write_idx(tmp_path / name / f"{part}-labels-idx1-ubyte{ending}", labels)
-    (tmp_path / "names").mkdir()
-    for language, letter in (("English", "e"), ("Greek", "g")):
-        text = "\n".join(letter * int(n) + "ó" for n in rng.integers(1, 9, 60))
-        (tmp_path / "names" / f"{language}.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "cifar10").mkdir()
-    from PIL import Image
-
-    for file in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        strip = rng.integers(0, 255, (4, 1024, 3)).astype(np.uint8)
-        Image.fromarray(strip).save(tmp_path / "cifar10" / f"{file}.png")
-    for file, size in (("train", 20), ("test", 4)):
-        (tmp_path / "cifar10" / f"{file}_lables.json").write_text(json.dumps([i % 10 for i in range(size)]))
-    (tmp_path / "adult").mkdir()
-    row = "{}, Private, 1, Bachelors, 13, Never, Sales, Wife, White, {}, 0, 0, 40, Peru, {}"
-    for file, dot in (("adult.data", ""), ("adult.test", ".")):
-        lines = [
-            row.format(20 + i, "Male" if i % 2 else "Female", (">50K" if i % 3 else "<=50K") + dot) for i in range(9)
-        ]
-        (tmp_path / "adult" / file).write_text("|1x3 Cross validator\n" * bool(dot) + "\n".join(lines) + "\n")
-    made_sentences(tmp_path)
-    made_images(tmp_path)
-    monkeypatch.setenv("CLIPWISE_DATA", str(tmp_path))
-    return tmp_path
-
-
-def made_images(folder: Path) -> None:
-    """imagenette's and CelebA's layouts; a class is a colour."""
-    from PIL import Image
-
-    for part in ("train", "val"):
-        for number, name in enumerate(("n01", "n02")):
-            (folder / "imagenette" / part / name).mkdir(parents=True)
-            for i in range(8):
-                image = Image.new("RGB", (40, 30), (255 * number, 10 * i, 0))
-                image.save(folder / "imagenette" / part / name / f"{i}.JPEG")
-    (folder / "celeba" / "img_align_celeba").mkdir(parents=True)
-    names = [f"{i:06d}.jpg" for i in range(12)]
-    for i, name in enumerate(names):
-        Image.new("RGB", (20, 24), (20 * i, 0, 0)).save(folder / "celeba" / "img_align_celeba" / name)
-    rows = "".join(f"{name} {1 - 2 * (i % 2)} -1\n" for i, name in enumerate(names))
-    (folder / "celeba" / "list_attr_celeba.txt").write_text(f"12\nSmiling Male\n{rows}")
-    parts = "".join(f"{name} {i % 3}\n" for i, name in enumerate(names))
-    (folder / "celeba" / "list_eval_partition.txt").write_text(parts)
-
-
-def made_sentences(folder: Path) -> None:
-    """SST-2 in its layout, and a small BERT in MiniLM's."""
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel
-
-    (folder / "sst2").mkdir()
-    (folder / "minilm").mkdir()
-    lines = "label\tsentence\n" + "".join(f"{i % 2}\t{('bad', 'good')[i % 2]} film\n" for i in range(40))
-    (folder / "sst2" / "train.tsv.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "sst2" / "dev.tsv").write_text(lines)
-    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3, "film": 4}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "minilm" / "tokenizer.json"))
-    config = BertConfig(
-        vocab_size=5,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    (folder / "minilm" / "config.json").write_text(json.dumps(config.to_dict()))
-    save_file(BertModel(config).state_dict(), folder / "minilm" / "model.safetensors")
+pytest_plugins = ["experiments_data"]
 
 
 def test_every_layout_is_read(made):
@@ -176,41 +87,6 @@ def test_half_precision_is_that_of_the_loss_alone(made):
         assert recipes.run_one(recipe, "psac", 0)["steps"] == 60
     assert found.dtype == torch.float32  # cross entropies are sums
     assert 0 < (seen[0] - seen[1]).abs().max() < 0.05
-
-
-def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
-    base = recipes.RECIPES["mnist_dc"]
-    free = recipes.plan_of(base, "abadi", 60_000)
-    found = [
-        recipes.plan_of(base.changed({"search": how, "searched": n}), "abadi", 60_000)
-        for how, n in (("composition", 3), ("composition", 30), ("liu-talwar", 30))
-    ]
-    sigmas = [free.noise_multiplier, *(p.noise_multiplier for p in found)]
-    assert sigmas == sorted(sigmas)
-    assert found[0].epsilon < free.epsilon
-    points = sweeps.paid("mnist_dc", "composition")
-    assert {p[2]["searched"] for p in points} == {len(points)}
-
-
-def test_names_lstm_reads_the_state_it_is_told_to():
-    torch.manual_seed(0)
-    name = torch.tensor([[3, 4, 0, 0], [3, 4, 5, 6]])
-    longer = torch.tensor([[3, 4, 0, 0, 0, 0]])
-    for one_hot in (False, True):
-        plain, padded = (models.NamesLstm(9, 2, 8, one_hot=one_hot, padding=p) for p in (False, True))
-        assert torch.allclose(plain(name)[0], plain(longer)[0])
-        assert not torch.allclose(padded(name)[0], padded(longer)[0])
-
-
-def test_unique_names_do_not_train_and_test(made):
-    every, unique = (datasets.load(name) for name in ("names", "names_unique"))
-
-    def shared(data):
-        rows = [{(*x.tolist(), int(y)) for x, y in zip(*part, strict=True)} for part in (data.train, data.test)]
-        return rows[0] & rows[1]
-
-    assert shared(every)
-    assert not shared(unique)
 
 
 @pytest.mark.filterwarnings("ignore:.*histogram is mostly noise")

@@ -1,0 +1,113 @@
+"""Searches that are paid for, NAMES with a choice changed, and the tables of both."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from experiments import causes, datasets, dc_tables, models, papers, recipes, sweeps
+
+pytest_plugins = ["experiments_data"]
+
+
+def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
+    base = recipes.RECIPES["mnist_dc"]
+    free = recipes.plan_of(base, "abadi", 60_000)
+    found = [
+        recipes.plan_of(base.changed({"search": how, "searched": n}), "abadi", 60_000)
+        for how, n in (("composition", 3), ("composition", 30), ("liu-talwar", 30))
+    ]
+    sigmas = [free.noise_multiplier, *(p.noise_multiplier for p in found)]
+    assert sigmas == sorted(sigmas)
+    assert found[0].epsilon < free.epsilon
+    points = sweeps.paid("mnist_dc", "composition")
+    assert {p[2]["searched"] for p in points} == {len(points)}
+
+
+def test_names_lstm_reads_the_state_it_is_told_to():
+    torch.manual_seed(0)
+    name = torch.tensor([[3, 4, 0, 0], [3, 4, 5, 6]])
+    longer = torch.tensor([[3, 4, 0, 0, 0, 0]])
+    for one_hot in (False, True):
+        plain, padded = (models.NamesLstm(9, 2, 8, one_hot=one_hot, padding=p) for p in (False, True))
+        assert torch.allclose(plain(name)[0], plain(longer)[0])
+        assert not torch.allclose(padded(name)[0], padded(longer)[0])
+
+
+def test_unique_names_do_not_train_and_test(made):
+    every, unique = (datasets.load(name) for name in ("names", "names_unique"))
+
+    def shared(data):
+        rows = [{(*x.tolist(), int(y)) for x, y in zip(*part, strict=True)} for part in (data.train, data.test)]
+        return rows[0] & rows[1]
+
+    assert shared(every)
+    assert not shared(unique)
+
+
+def row(method, seed, settings, accuracy, device="cpu", seconds=10.0):
+    given = {"method": method, "seed": seed, "settings": settings, "device": device, "accuracy": accuracy}
+    return given | {"seconds": seconds, "machine": "m", "noise_multiplier": 4.0}
+
+
+def written(folder, name, rows):
+    (folder / f"{name}.json").write_text(json.dumps({"rows": rows}))
+
+
+def test_liu_and_talwar_find_the_best_by_chance():
+    rng, found = np.random.default_rng(0), [0.1, 0.5, 0.9]
+    best = [max(rng.choice(found, runs)) for runs in rng.geometric(1 / 6, 20_000)]
+    assert dc_tables.expected_best(found, "liu-talwar") == pytest.approx(np.mean(best), abs=0.008)
+    assert dc_tables.expected_best(found, "composition") == 0.9
+
+
+def test_only_whole_searches_are_shown(tmp_path):
+    points = sweeps.paid("mnist_dc", "composition")
+    rows = [row("abadi", 0, s, 0.9 + 0.001 * i) for i, (_, _, s) in enumerate(points)]
+    written(tmp_path, "mnist_dc", rows[:-1])
+    assert "all runs composed (RDP) | 4.00 | not run | 0 |" in dc_tables.paid_table(tmp_path)
+    written(tmp_path, "mnist_dc", [*rows, row("dc-sgd-e", 0, {"epsilon": 1.0}, 0.95, seconds=20.0)])
+    assert "all runs composed (RDP) | 4.00 | 90.90 | 1 | 10 |" in dc_tables.paid_table(tmp_path)
+    assert "| DC-SGD-E, no search | 4.00 | 95.00 | 1 | |" in dc_tables.paid_table(tmp_path)
+    assert "| 10 | 100 | 5.0× |" in dc_tables.time_table(tmp_path)
+
+
+def test_fixed_choices_are_in_order(tmp_path):
+    settings = {"epsilon": 8.0}
+    rows = [row("abadi", 0, settings, 0.5), row("abadi", 0, settings | {"clip_norm": 0.1}, 0.4)]
+    written(tmp_path, "cifar10_dc", rows)
+    lines = dc_tables.fixed_table(tmp_path).splitlines()[2:5]
+    assert [line.split(" | ")[2:4] for line in lines] == [
+        ["C = 0.1", "40.00"],
+        ["C = 1", "50.00"],
+        ["C = 10", "not run"],
+    ]
+
+
+def test_the_cause_of_names_is_the_choice_that_moves_most(tmp_path):
+    base = {"epsilon": 8.0}
+    printed = papers.D8[-1].printed["abadi"][0] / 100
+    rows = [row("abadi", 0, base, printed + 0.05)]
+    written(tmp_path, "names_dc", rows)
+    assert "5.0 points above" in causes.causes(tmp_path)
+    rows += [
+        row("abadi", 0, base | {"model": "lstm-padding"}, printed - 0.03),
+        row("abadi", 0, base | {"model": "lstm-narrow"}, printed + 0.04),
+    ]
+    written(tmp_path, "names_dc", rows)
+    found = causes.causes(tmp_path)
+    assert "take away: the state after the padding, not after the last letter." in found
+    assert "-8.00" in dc_tables.names_table(tmp_path)
+
+
+def test_imagenettes_gap_is_split(tmp_path):
+    rows = [row("psac", 0, {}, 0.60), row("non-private", 0, {}, 0.81)]
+    written(tmp_path, "imagenette", rows)
+    assert "privacy costs us 21.0 points and the paper 7.1" in causes.causes(tmp_path)
