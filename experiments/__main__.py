@@ -1,4 +1,4 @@
-"""python -m experiments data [NAMES] | run NAME | sweep NAME | merge FOLDER | figure NAME | table NAME | results.
+"""python -m experiments data | run NAME | sweep NAME | merge FOLDER | again NAME | figure NAME | table NAME | results.
 
 A recipe (mnist, fashion_mnist, …) takes `--rule psac auto-s …`, `--seeds 5`, `--device cuda`, `--set lr=2 clip_norm=1`,
 fills what its result file lacks, and can be stopped and started again at any time.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import analysis, coverage, dc_tables, digits, fetch, figures, report, runs, sweeps, synthetic, tables
+from . import again, analysis, coverage, dc_tables, digits, fetch, figures, report, runs, sweeps, synthetic, tables
 from .recipes import RECIPES
 from .results_io import RESULTS, save
 
@@ -28,7 +28,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "bound": analysis.bound,
 }
 
-TABLES: dict[str, Callable[[], str]] = {**tables.TABLES, **dc_tables.DC_TABLES}
+TABLES: dict[str, Callable[[], str]] = {**tables.TABLES, **dc_tables.DC_TABLES, "again": again.again_table}
 
 
 def main() -> None:
@@ -49,6 +49,11 @@ def main() -> None:
         one.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
         one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     kinds.add_parser("merge", help="add rows of result files made elsewhere").add_argument("folder", type=Path)
+    repeat = kinds.add_parser("again", help="train runs of a result file once more and compare")
+    repeat.add_argument("name", choices=RECIPES)
+    repeat.add_argument("--seed", type=int, default=0)
+    repeat.add_argument("--device", default="cpu")
+    repeat.add_argument("--rows", type=int, default=10**6, help="at most so many runs")
     kinds.add_parser("results", help="write RESULTS.md")
     kinds.add_parser("figure").add_argument("name", choices=figures.DRAWN)
     kinds.add_parser("table").add_argument("name", choices=TABLES)
@@ -68,6 +73,8 @@ def main() -> None:
         runs.run(jobs, given.jobs, given.results)
     elif given.kind == "merge":
         runs.merge(given.folder)
+    elif given.kind == "again":
+        again.again(given.name, given.device, given.seed, rows=given.rows)
     elif given.kind == "results":
         print(report.write())
     elif given.kind == "figure":

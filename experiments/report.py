@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .again import again_table
 from .causes import causes
 from .dc_tables import DC_TABLES
 from .papers import D8, LABELS, P2, P3, WANTED, Cell
@@ -174,6 +175,8 @@ def text(results: Path = RESULTS) -> str:
         "Best recipes at (3, 1e-5)": TABLES["best"](results=results),
         "What they were chosen from": TABLES["choice"](results=results),
         "Where we and the papers lie apart": causes(results),
+        "Runs trained again": "In the seeded mode, from the command `python -m experiments again NAME`.\n\n"
+        + again_table(results),
         "Not run": missing(results),
         "Commands": sources(results),
     }

@@ -17,7 +17,7 @@ from .recipes import METHODS, NON_PRIVATE, RECIPES, run_one
 from .results_io import RESULTS, load, save
 
 
-def _commit() -> str | None:
+def code_commit() -> str | None:
     """Of the code that ran, from the environment or the checkout; None outside of both."""
     if named := os.environ.get("CLIPWISE_COMMIT"):
         return named
@@ -77,7 +77,7 @@ def run(jobs: Sequence[Job], processes: int = 1, folder: Path = RESULTS) -> None
         at = given.index("--results")
         del given[at : at + 2]
     command = " ".join(["python -m experiments", *given])
-    commit = _commit()
+    commit = code_commit()
     for job, row in _rows(missing, processes):
         if isinstance(row, Exception):
             print(f"{job.name} {job.method} {job.settings} seed {job.seed} failed: {row!r}", flush=True)

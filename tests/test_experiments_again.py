@@ -1,0 +1,29 @@
+"""Runs that are trained a second time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from experiments import again, runs
+
+pytest_plugins = ["experiments_data"]
+
+
+def test_a_run_on_the_cpu_is_the_same_to_the_last_digit_and_a_changed_file_is_found_out(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLIPWISE_COMMIT", "abc")
+    settings = {"epochs": 1, "batch_size": 4, "delta": 1e-3}
+    runs.run(runs.jobs_of("adult", ["psac", "abadi"], 2, "cpu", settings, False), 1, tmp_path)
+    assert again.again_table(tmp_path) == "Not run."
+    found = again.again("adult", results=tmp_path)
+    assert [r["examples_apart"] for r in found] == [0, 0]
+    assert len(again.again("adult", results=tmp_path)) == 2  # compared already
+    content = json.loads((tmp_path / "adult.json").read_text())
+    for row in content["rows"]:
+        row["accuracy"] += 2 / 9
+    (tmp_path / "adult.json").write_text(json.dumps(content))
+    assert [r["examples_apart"] for r in again.again("adult", seed=1, results=tmp_path, rows=1)] == [0, 0, 2]
+    assert "| adult | cpu | 3 | 2 of 9 | 2 of 3 |" in again.again_table(tmp_path)
