@@ -1,18 +1,24 @@
 """Forward + backward on a GPU: plain and clipwise (norms and clipping included), eager and compiled, noise apart.
 
-    python benchmarks/gpu.py [--rounds 20] [--out benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--rounds 20] [--only GPT ViT] [--out benchmarks/results/gpu.json]
 
-Times are medians in ms, memory is the peak in GiB; compiled against compiled is the ratio that counts.
+Times are medians in ms, memory is the peak in GiB; compiled against compiled is the ratio that counts. Each model has a
+process of its own, so that no other's memory is counted. They compile at the same time, and are timed one by one when
+all have.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import fcntl
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +31,9 @@ import clipwise as cw
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine.compiled import Compiled
 from clipwise.noise import NoiseSource
+
+
+BEGAN = time.monotonic()
 
 
 class Gpt(nn.Module):
@@ -94,21 +103,40 @@ def words(model: nn.Module, batch: Any) -> Tensor:
     )
 
 
-def timed(step: Callable[[], Any], rounds: int) -> tuple[float, float]:
+def memory(step: Callable[[], Any]) -> float:
     for _ in range(3):
         step()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved() / 2**30  # with what CUDA graphs hold
+
+
+def timed(step: Callable[[], Any], rounds: int) -> float:
     times = []
-    for _ in range(rounds):
+    for number in range(rounds + 3):
         began = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times), torch.cuda.memory_reserved() / 2**30  # with what CUDA graphs hold
+        if number >= 3:
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
-def measured(model: nn.Module, loss: Any, batch: Any, rounds: int) -> dict[str, float]:
+@contextmanager
+def my_turn(folder: Path, others: int, wait: float) -> Iterator[None]:
+    """When all have compiled, or `wait` seconds after the start, one after the other."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="ready", delete=False):
+        pass
+    while len(list(folder.glob("ready*"))) < others and time.monotonic() - BEGAN < wait:
+        time.sleep(0.2)
+    with open(folder / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+
+
+def measured(model: nn.Module, loss: Any, batch: Any, rounds: int, turn: Any) -> dict[str, float]:
     parameters = trainable(model)
     rule, paths = cw.PSAC(), {}
     groups = rule.groups(list(parameters))
@@ -130,24 +158,58 @@ def measured(model: nn.Module, loss: Any, batch: Any, rounds: int) -> dict[str, 
     def private_compiled() -> dict[str, Tensor]:
         return whole(batch, mask, 1.0, keep=False)[0]  # as step() does
 
-    found: dict[str, float] = {}
-    found["compiled_ms"], found["compiled_gib"] = timed(lambda: plain(compiled), rounds)
-    found["eager_ms"], found["eager_gib"] = timed(lambda: plain(lambda: loss(model, batch).mean()), rounds)
-    found["clipwise_ms"], found["clipwise_gib"] = timed(private, rounds)
-    found["clipwise_compiled_ms"], found["clipwise_compiled_gib"] = timed(private_compiled, rounds)
-    found["warm_up_s"] = sum(whole.warm_up)
+    steps: dict[str, Callable[[], Any]] = {
+        "compiled": lambda: plain(compiled),
+        "eager": lambda: plain(lambda: loss(model, batch).mean()),
+        "clipwise": private,
+        "clipwise_compiled": private_compiled,
+    }
+    found = {f"{name}_gib": memory(step) for name, step in steps.items()}
     sums, source = private(), NoiseSource()
-    truth = whole(batch, mask, 1.0)[0]
-    length = sum(float(v.double().square().sum()) for v in sums.values()) ** 0.5
-    apart = sum(float((v.double() - truth[n].double()).square().sum()) for n, v in sums.items()) ** 0.5
-    found["compiled_against_eager_relative"] = apart / length
-    found["noise_ms"], _ = timed(
-        lambda: source.add_(sums, sensitivity=1.0, noise_multiplier=1.0, sequence=1, stream="gradient"), rounds
+    apart = sum(float((v - sums[n]).double().square().sum()) for n, v in private_compiled().items()) ** 0.5
+    found["compiled_against_eager_relative"] = (
+        apart / sum(float(v.double().square().sum()) for v in sums.values()) ** 0.5
     )
+    found["warm_up_s"] = sum(whole.warm_up)
+    steps["noise"] = lambda: source.add_(sums, sensitivity=1.0, noise_multiplier=1.0, sequence=1, stream="gradient")
+    with turn:
+        found |= {f"{name}_ms": timed(step, rounds) for name, step in steps.items()}
     found["ratio_to_compiled"] = found["clipwise_compiled_ms"] / found["compiled_ms"]
     found["memory_ratio"] = found["clipwise_compiled_gib"] / found["compiled_gib"]
     found["eager_ratio_to_eager"] = found["clipwise_ms"] / found["eager_ms"]
     return found
+
+
+def works() -> dict[str, Callable[[], tuple[nn.Module, Any, Any]]]:
+    def words_of(model: nn.Module) -> tuple[nn.Module, Any, Any]:
+        tokens = torch.randint(0, 50257, (32, 256), device="cuda")
+        return model, words, (tokens, tokens.roll(1, 1))
+
+    def images(model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any, Any]:
+        batch = (torch.randn(*shape, device="cuda", dtype=dtype), torch.randint(0, 10, shape[:1], device="cuda"))
+        return model, classes, batch
+
+    half = torch.bfloat16
+    return {
+        "GPT 124M, T 256, batch 32, bf16": lambda: words_of(Gpt().cuda().to(half)),
+        "GPT 124M, T 256, batch 32, TF32": lambda: words_of(Gpt().cuda()),
+        "ViT-B, 196 tokens, batch 64, bf16": lambda: images(Vit().cuda().to(half), 64, 3, 224, 224, dtype=half),
+        "ResNet18 (GN), 32 px, batch 256": lambda: images(resnet18().cuda(), 256, 3, 32, 32),
+        "MNIST CNN, batch 512": lambda: images(mnist_cnn().cuda(), 512, 1, 28, 28),
+    }
+
+
+def one(name: str, rounds: int, folder: Path, others: int, wait: float, out: Path) -> None:
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    try:
+        found: dict[str, Any] = measured(*works()[name](), rounds, my_turn(folder, others, wait))
+    except Exception as error:
+        found = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        with my_turn(folder, 0, 0):
+            pass
+    machine = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    out.write_text(json.dumps({"name": name, "machine": machine, "found": found}))
 
 
 def main() -> None:
@@ -155,43 +217,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", help="words that the names of the work must hold")
+    parser.add_argument("--wait", type=float, default=600, help="seconds until the first is timed, ready or not")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    tokens = torch.randint(0, 50257, (32, 256), device="cuda")
-    pictures = torch.randn(64, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
-    labels = torch.randint(0, 10, (512,), device="cuda")
-    work: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
-        "GPT 124M, T 256, batch 32, bf16": lambda: (Gpt().cuda().bfloat16(), words, (tokens, tokens.roll(1, 1))),
-        "GPT 124M, T 256, batch 32, TF32": lambda: (Gpt().cuda(), words, (tokens, tokens.roll(1, 1))),
-        "ViT-B, 196 tokens, batch 64, bf16": lambda: (Vit().cuda().bfloat16(), classes, (pictures, labels[:64])),
-        "ResNet18 (GN), 32 px, batch 256": lambda: (
-            resnet18().cuda(),
-            classes,
-            (torch.randn(256, 3, 32, 32, device="cuda"), labels[:256]),
-        ),
-        "MNIST CNN, batch 512": lambda: (
-            mnist_cnn().cuda(),
-            classes,
-            (torch.randn(512, 1, 28, 28, device="cuda"), labels),
-        ),
-    }
-    results: dict[str, Any] = {}
-    for name, make in work.items():
-        if given.only and not any(word in name for word in given.only):
-            continue
-        try:
-            results[name] = measured(*make(), given.rounds)
-        except Exception as error:
-            results[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(name, json.dumps(results[name]), flush=True)
-        if given.out:
-            machine = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+    if given.one:
+        name, folder, others = given.one
+        one(name, given.rounds, Path(folder), int(others), given.wait, given.out)
+        return
+    names = [n for n in works() if not given.only or any(word in n for word in given.only)]
+    with tempfile.TemporaryDirectory() as folder:
+        outs = {name: Path(folder, f"{i}.json") for i, name in enumerate(names)}
+        command = [sys.executable, __file__, "--rounds", str(given.rounds), "--wait", str(given.wait)]
+        started = [
+            subprocess.Popen([*command, "--out", str(out), "--one", name, folder, str(len(names))])
+            for name, out in outs.items()
+        ]
+        results: dict[str, Any] = {}
+        machine: dict[str, str] = {}
+        for process, (name, out) in zip(started, outs.items(), strict=True):
+            process.wait()
+            read = json.loads(out.read_text()) if out.exists() else {"found": {"failed": "killed"}, "machine": machine}
+            results[name], machine = read["found"], read["machine"]
+            print(name, json.dumps(results[name]), flush=True)
+            if given.out:
+                given.out.parent.mkdir(parents=True, exist_ok=True)
+                given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

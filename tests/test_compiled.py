@@ -13,7 +13,7 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import errors
-from clipwise.clipping import clip, engine_gradients
+from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine.compiled import Compiled, _traced
 from clipwise.engine.static import static
 
@@ -255,3 +255,45 @@ def test_constant_indices_are_looked_at_once_where_they_have_values(order):
             training._compiled(*given)
     else:
         assert_same(training._compiled(*given), training._clipped(*given))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
+    """What a GPU does for vocabularies that are no multiple of eight, here on a CPU: the same sums, nothing to see."""
+    monkeypatch.setattr("clipwise.engine.padded._WHERE", frozenset({"cpu"}))
+    monkeypatch.setattr("clipwise.engine.padded._WIDE", 16)
+    seen = []
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(21, 12), nn.Linear(12, 21)
+            if tied:
+                self.head.weight = self.table.weight
+
+        def forward(self, x):
+            out = self.head(self.table(x))
+            seen.append((tuple(out.shape), out.is_contiguous()))
+            return out.view(-1).view(len(x), -1, 21)
+
+    def losses(m, batch):
+        out = m(batch)
+        return F.cross_entropy(out.flatten(0, 1), batch.flatten(), reduction="none").view(len(batch), -1).sum(1)
+
+    model, rule, made = Words(), cw.PSAC(), []
+    groups = rule.groups(list(trainable(model)))
+    real = F.pad
+    monkeypatch.setattr(F, "pad", lambda *a, **k: made.append(1) or real(*a, **k))
+
+    def step(data, mask, scale):
+        return clip(engine_gradients(model, losses, data, len(mask)), rule, scale, groups, mask)
+
+    batch, mask = torch.randint(0, 21, (5, 30)), torch.tensor([1, 1, 0, 1, 1]).bool()
+    truth, norms = step(batch, mask, 1.0)
+    assert not made
+    found, again = Compiled(model, step)(batch, mask, 1.0)
+    assert made
+    assert set(seen) == {((5, 30, 21), True)}
+    assert torch.allclose(norms, again, rtol=1e-5)
+    for name, value in truth.items():
+        assert torch.allclose(found[name], value, atol=1e-5)

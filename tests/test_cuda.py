@@ -69,7 +69,8 @@ def test_rows_that_begin_at_multiples_of_eight_are_not_copied():
     assert aligned(narrow[..., 1:]).shape == (3, 1, 40, 96)
     assert aligned(narrow.contiguous()).shape == (3, 1, 40, 104)
     found = gram_bound(Outer(narrow, other), torch.float32, "bfloat16")
-    assert torch.allclose(found, gram_bound(Outer(aligned(narrow.contiguous()), other), torch.float32, "bfloat16"))
+    copied = gram_bound(Outer(aligned(narrow.contiguous()), other), torch.float32, "bfloat16")
+    assert torch.allclose(found, copied, rtol=1e-3)  # the error term knows the width
 
 
 @pytest.mark.parametrize("dropped", [(), (1,), (0, 3)])

@@ -28,10 +28,16 @@ class Outer:
 
     left: Tensor  # [b, g, t, p]
     right: Tensor  # [b, g, t, d]
+    sides: tuple[int, int] | None = None  # p and d, where left or right have columns of zeros beyond them
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of the weight: p and d."""
+        return self.sides or (self.left.shape[3], self.right.shape[3])
 
     def swapped(self) -> Outer:
         """The same gradient of the transposed weight."""
-        return Outer(self.right, self.left)
+        return Outer(self.right, self.left, None if self.sides is None else self.sides[::-1])
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,8 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
         grad = _unfolded(use, look)
         return grad.reshape(-1, *shape) if use.arrange is None else use.arrange(grad).flatten(1, 2).reshape(-1, *shape)
     if isinstance(use, Outer):
-        return _product(use).reshape(len(use.left), *shape)
+        p, d = use.size
+        return _product(use)[..., :p, :d].reshape(len(use.left), *shape)
     size, positions = use.index.shape
     rows = _wide(use.rows).reshape(size * positions, -1)
     offset = torch.arange(size, device=rows.device)[:, None] * shape[0]
@@ -122,7 +129,8 @@ def merge_outer(uses: Sequence[Outer]) -> Outer:
     """Several uses of one weight are one gradient: positions side by side."""
     if len(uses) == 1:
         return uses[0]
-    return Outer(torch.cat([u.left for u in uses], dim=2), torch.cat([u.right for u in uses], dim=2))
+    p, d = uses[0].size
+    return Outer(torch.cat([u.left[..., :p] for u in uses], dim=2), torch.cat([u.right[..., :d] for u in uses], dim=2))
 
 
 def merge_rows(uses: Sequence[Rows]) -> Rows:

@@ -83,7 +83,7 @@ def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, [b * g, t, width], [x.stride(int(g > 1)), x.stride(2), 1], [1, rows, columns])
 
 
-def _sums(left: Tensor, right: Tensor, tf32: bool, tile: int = 128, warps: int = 8, stages: int = 4, deep: int = 1):
+def _sums(left: Tensor, right: Tensor, tf32: bool, tile: int = 128, warps: int = 8, stages: int = 3, deep: int = 2):
     """Σ_ts A_ts·B_ts, Σ A_ts², Σ B_ts² per example, group and pair of tiles; the diagonals of A and B."""
     b, g, t, p = left.shape
     tiles, depth = triton.cdiv(t, tile), deep * (32 if left.dtype == torch.float32 else 64)

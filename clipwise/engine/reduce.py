@@ -130,7 +130,6 @@ class OuterGrad:
     wide: bool = False  # in float64
     single: bool = False  # ‖l‖‖r‖ while there is one position
     precision: Precision = "exact"
-    sides: tuple[int, int] | None = None  # p and d, where left and right are padded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,7 +162,7 @@ class OuterGrad:
         rows = max(1, _ROWS // left.shape[2])
         parts = [self._product(*(x[i : i + rows] for x in (left, right, keep))) for i in range(0, len(left), rows)]
         total = functools.reduce(torch.add, parts)
-        p, d = self.sides or total.shape[-2:]
+        p, d = self.uses.size
         return total[..., :p, :d].reshape(self.shape)
 
     def _product(self, left: Tensor, right: Tensor, keep: Tensor) -> Tensor:
@@ -251,7 +250,7 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
     """g, t, p, d."""
     _, g, t, p = use.left.shape
-    return g, t, p, use.width if isinstance(use, Unfolded) else use.right.shape[3]
+    return (g, t, p, use.width) if isinstance(use, Unfolded) else (g, t, *use.size)
 
 
 def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
@@ -269,7 +268,7 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             precision = precision_of(first.left, _right(first))
             paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, first.left.device, precision)
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
-            grad = _outer(products, shape, (p, d), paths[name], tied=bool(rows))
+            grad = _outer(products, shape, paths[name], tied=bool(rows))
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     if len(uses) == 1 and isinstance(uses[0], Unfolded):
         seen: list[Tensor] = []
@@ -285,14 +284,12 @@ def _right(use: Outer | Unfolded) -> Tensor:
     return use.input if isinstance(use, Unfolded) else use.right
 
 
-def _outer(
-    uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], sides: tuple[int, int], path: Path, tied: bool
-) -> OuterGrad:
+def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], path: Path, tied: bool) -> OuterGrad:
     precision = precision_of(uses[0].left, _right(uses[0]))
     merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in uses])
     if precision == "exact":
         return OuterGrad(merged, shape, path.wide, path.single)
+    left, right = merged.left, merged.right
     if precision == "tf32" and tied:  # the other use may cancel this one: their cross term is that of the same numbers
-        merged = Outer(cut(merged.left), cut(merged.right))
-    lined = Outer(aligned(merged.left), aligned(merged.right))
-    return OuterGrad(lined, shape, path.wide, path.single, precision, sides)
+        left, right = cut(left), cut(right)
+    return OuterGrad(Outer(aligned(left), aligned(right), merged.size), shape, path.wide, path.single, precision)

@@ -30,7 +30,7 @@ from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
-from .padded import padded_linear
+from .padded import padded_linear, uses_of
 from .products import exact_products
 from .recompute import no_recompute
 from .reduce import Paths, Reduced, reduce_uses
@@ -238,7 +238,7 @@ class Tape(TorchFunctionMode):
         values = {n: targets[n].value if n in targets else x for n, x in given.items()}
         call = Call(name, values, frozenset(targets), self.size)
         rule.check(call)
-        wide = padded_linear(func, values)
+        wide, columns = padded_linear(func, values)
         out = func(*self._with(args, "value"), **self._with(kwargs, "value")) if wide is None else wide
         if out.dim() == 0 or out.shape[0] % self.size:
             raise UnsupportedOp(
@@ -257,11 +257,11 @@ class Tape(TorchFunctionMode):
                         f"The {n} of {name} (parameter {names_of(list(targets.values()))}) was changed in place after "
                         "the op had used it; plain PyTorch raises here too. Replace the in-place op by an ordinary one."
                     )
-            for n, use in rule.uses(call, grad if wide is None else grad[..., : len(values["weight"])]):
+            for n, use in uses_of(rule, call, grad, columns):
                 yield targets[n], use
 
         self._records.append(Record(get_gradient_edge(out), tuple(targets.values()), contributions))
-        return out if wide is None else out[..., : len(values["weight"])].contiguous()
+        return out if wide is None else out[..., :columns].contiguous()
 
     def _tapped(self, out: Tensor) -> Tensor:
         if out._is_view():
