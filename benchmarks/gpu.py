@@ -32,7 +32,6 @@ from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine.compiled import Compiled
 from clipwise.noise import NoiseSource
 
-
 BEGAN = time.monotonic()
 
 

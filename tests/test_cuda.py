@@ -271,3 +271,16 @@ def test_a_part_of_a_tensor_gets_the_noise_of_the_whole():
         for start, part, key, begun in zip(offsets, parts, keys, (0, 1), strict=True):
             expected = begun + 2 * chacha.gaussians(key, start, len(part)).float()
             assert torch.allclose(part.cpu(), expected, atol=1e-5)
+
+
+def test_a_bad_record_does_not_move_what_the_others_contribute(precision):
+    """It makes another kernel run, which must multiply the same numbers: weights, too, are cut beforehand."""
+    torch.manual_seed(0)
+    left, right = (torch.randn(5, 1, 200, k, device="cuda").to(dtype_of(precision)) for k in (64, 72))
+    left, right = (cut(x) if precision == "tf32" else x for x in (left, right))
+    weights, keep = torch.rand(5, device="cuda"), torch.tensor([1, 1, 1, 0, 1], device="cuda").bool()
+    grads = [Outer(left[keep], right[keep]), Outer(left, right)]
+    right[3] = float("nan")
+    alone, beside = (OuterGrad(uses, (64, 72), precision=precision) for uses in grads)
+    without = alone.weighted_sum(weights[keep], keep[keep]).double()
+    assert (beside.weighted_sum(weights, keep).double() - without).norm() <= 2e-6 * without.norm()

@@ -174,10 +174,9 @@ def _nearest(x):
     weight=st.floats(0.5, 2.0),
     coherent=st.booleans(),
     precision=st.sampled_from(["bfloat16", "tf32"]),
-    measured=st.sampled_from([cut, _nearest]),
 )
-def test_norms_cover_the_rounding_of_factors(seed, t, p, d, cancel, scale, weight, coherent, precision, measured):
-    """The sum of rounded factors against the norm of others: each kernel cuts float32 in its own way."""
+def test_norms_cover_the_rounding_of_the_weighted_factor(seed, t, p, d, cancel, scale, weight, coherent, precision):
+    """The sum of rounded factors, whichever way a device cuts float32, against the norm of the others."""
     g = torch.Generator().manual_seed(seed)
     draw = (lambda *s: torch.ones(s) * torch.rand(1, generator=g)) if coherent else partial(torch.randn, generator=g)
     left, right = draw(1, 1, t, p), draw(1, 1, t, d) * scale
@@ -188,7 +187,8 @@ def test_norms_cover_the_rounding_of_factors(seed, t, p, d, cancel, scale, weigh
         grad = OuterGrad(Outer(left, right), (p, d), precision=precision)
         added = [grad.weighted_sum(weights, keep)]
     else:
-        grad = OuterGrad(Outer(measured(left), measured(right)), (p, d), precision=precision)
+        left, right = cut(left), cut(right)
+        grad = OuterGrad(Outer(left, right), (p, d), precision=precision)
         sides = (weight, 1.0) if p <= d else (1.0, weight)
         added = [
             torch.einsum("bgtp,bgtd->pd", f(left * sides[0]).double(), f(right * sides[1]).double())

@@ -1,9 +1,9 @@
 """Norms of Σ_t l_t ⊗ r_t without making it: from inner products of positions, as an upper bound.
 
 G = Σ_ts ⟨l_t, l_s⟩⟨r_t, r_s⟩ cancels. Its error is at most κ·u·ρ² with ρ = Σ_t ‖l_t‖‖r_t‖ and κ = p + d + 64 (chunks of
-1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor L that the sum takes otherwise
-than the norm (by a relative e: products.py) moves it by at most e·‖L‖_F‖R‖₂, and by e·ρ; a largest singular value is at
-most (Σ_ts ⟨r_t, r_s⟩²)^¼.
+1024 count once), and the separate sum of t terms can be off by (t + 4)·u·ρ. A factor L that is rounded when it takes
+its weight (relative error e: products.py) moves the sum by at most e·‖L‖_F‖R‖₂, and by e·ρ; a largest singular value
+is at most (Σ_ts ⟨r_t, r_s⟩²)^¼.
 
     n̂ = √(max(G, 0) + κ·u·ρ² + underflow) + (t + 4)·u·ρ + rounded        (docs/engine.md)
 """
@@ -58,8 +58,7 @@ def _errors(uses: Outer, dtype: torch.dtype, precision: Precision) -> tuple[floa
     p, d = uses.left.shape[3], uses.right.shape[3]
     unit = (1 if precision == "exact" else 2) * unit_roundoff(dtype)  # tensor cores cut where others round
     error = (min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64) * unit
-    weighted, other = MOVED[precision]
-    return error, unit, *((weighted, other) if p <= d else (other, weighted))
+    return error, unit, *((MOVED[precision], 0.0) if p <= d else (0.0, MOVED[precision]))
 
 
 def gram_bound(uses: Outer, dtype: torch.dtype, precision: Precision) -> Tensor:
@@ -96,12 +95,11 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
 
 
 def _moved(norms: Sequence[Tensor], spreads: Sequence[Tensor], error: float, moved: Sequence[float]) -> Tensor:
-    """How far the product moves [b] if every entry of its factors does by so much of its own size at most."""
-    whole = [x.square().sum(2).sqrt() for x in norms]  # ‖·‖_F, [b, g]
-    largest = [(x.sqrt() + error * w.square()).sqrt() for x, w in zip(spreads, whole, strict=True)]  # ‖·‖₂
-    a, b = moved
-    both = a * whole[0] * largest[1] + b * whole[1] * largest[0] + a * b * whole[0] * whole[1]
-    return torch.minimum(both.sum(1), (a + b + a * b) * (norms[0] * norms[1]).sum((1, 2)))
+    """How far the product moves [b] if every entry of one factor does by so much of its own size at most."""
+    first, second = (0, 1) if moved[0] else (1, 0)
+    whole, other = (norms[i].square().sum(2).sqrt() for i in (first, second))  # ‖·‖_F, [b, g]
+    largest = (spreads[second].sqrt() + error * other.square()).sqrt()  # ‖·‖₂
+    return max(moved) * torch.minimum((whole * largest).sum(1), (norms[0] * norms[1]).sum((1, 2)))
 
 
 def _products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:

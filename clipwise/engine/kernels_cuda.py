@@ -138,7 +138,7 @@ def _bound(
     example, examples = tl.program_id(0), tl.num_programs(0)
     zero = tl.zeros([], tl.float64)
     total, reach, used, sum_left, sum_right = zero, zero, zero, zero, zero
-    left_moves, right_moves, both_move = zero, zero, zero
+    left_moves, right_moves = zero, zero
     for g in range(groups):
         own_left, own_right = zero, zero  # ‖·‖_F²
         row = (example * groups + g).to(tl.int64)
@@ -162,9 +162,8 @@ def _bound(
         spread_right = tl.sum(tl.load(place + 2 * examples * groups * pairs, n < pairs, other=0.0))
         left_moves += tl.sqrt(own_left) * tl.sqrt(tl.sqrt(spread_right) + ERROR * own_right)
         right_moves += tl.sqrt(own_right) * tl.sqrt(tl.sqrt(spread_left) + ERROR * own_left)
-        both_move += tl.sqrt(own_left) * tl.sqrt(own_right)
-    moved = MOVED_LEFT * left_moves + MOVED_RIGHT * right_moves + MOVED_LEFT * MOVED_RIGHT * both_move
-    most = (MOVED_LEFT + MOVED_RIGHT + MOVED_LEFT * MOVED_RIGHT) * reach
+    moved = MOVED_LEFT * left_moves + MOVED_RIGHT * right_moves  # one of the two is 0
+    most = (MOVED_LEFT + MOVED_RIGHT) * reach
     rounded = tl.where(most < moved, most, moved)
     count = zero + groups * positions
     lost = sum_right * sum_right * TINY_P + sum_left * sum_left * TINY_D + (count * TINY_P) * (count * TINY_D)

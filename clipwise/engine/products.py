@@ -4,11 +4,12 @@
 |---|---|---|---|
 | exact | float32 or float64, as they are | the same | everywhere |
 | bfloat16 | bfloat16, as they are: their products are exact in float32 | float32 | tensor cores |
-| tf32 | float32, of which a kernel keeps 11 bits, cut or rounded | float32 | tensor cores |
+| tf32 | float32, cut to 11 bits beforehand: every kernel multiplies the same numbers | float32 | tensor cores |
 
-A sum Σ w·l⊗r takes its weights on one factor. That factor is rounded to what the product takes, and so differs from the
-one whose norm was taken; a TF32 factor without weights does too, since each kernel cuts in its own way. `MOVED` says by
-how much at most, and the norm's bound grows by it (gram.py).
+Kernels cut float32 in different ways, and which kernel runs depends on the batch: one more record would change what the
+others contribute. So nothing goes to tensor cores that they would have to cut. A sum Σ w·l⊗r takes its weights on one
+factor. That factor is rounded to what the product takes, and so differs from the one whose norm was taken; `MOVED` says
+by how much at most, and the norm's bound grows by it (gram.py).
 """
 
 from __future__ import annotations
@@ -26,14 +27,8 @@ from .static import is_static
 
 Precision = Literal["exact", "bfloat16", "tf32"]
 
-# How far an entry may be from the one whose norm was taken, relative to it: of the factor that takes the weights, and
-# of the other. bfloat16: 2⁻⁸. TF32: one kernel cuts (by up to 2⁻¹⁰) where another rounds (by up to 2⁻¹¹), before or
-# after the weight. A little rounded up.
-MOVED: dict[Precision, tuple[float, float]] = {
-    "exact": (0.0, 0.0),
-    "bfloat16": (3.92e-3, 0.0),
-    "tf32": (1.47e-3, 9.8e-4),
-}
+# Relative change of an entry of the factor that takes the weights, a little rounded up: 2⁻⁸ (rounded), 2⁻¹⁰ (cut).
+MOVED: dict[Precision, float] = {"exact": 0.0, "bfloat16": 3.92e-3, "tf32": 9.8e-4}
 
 
 def precision_of(left: Tensor, right: Tensor) -> Precision:
@@ -47,7 +42,7 @@ def precision_of(left: Tensor, right: Tensor) -> Precision:
 
 
 def cut(x: Tensor) -> Tensor:
-    """To the 11 bits that TF32 keeps: what is left, every kernel takes as it is."""
+    """To the 11 bits that TF32 keeps."""
     return (x.view(torch.int32) & -(2**13)).view(torch.float32)
 
 

@@ -11,9 +11,8 @@ taken (its `Path`) is fixed once per parameter.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -142,7 +141,7 @@ class OuterGrad:
             return gram_bound(self.uses, self.dtype, self.precision)
         left, right = self.uses.left, self.uses.right
         product_of_norms = squares(left, 3) * squares(right, 3)  # [b, g, t]
-        one = product_of_norms.sum((1, 2)) * math.prod((1 + moved) ** 2 for moved in MOVED[self.precision])
+        one = product_of_norms.sum((1, 2)) * (1 + MOVED[self.precision]) ** 2
         if left.shape[2] == 1:
             return one
         used = ((left != 0).any(3) & (right != 0).any(3)).any(1).sum(1)  # a longer example must not change the others
@@ -173,8 +172,10 @@ class OuterGrad:
         return product(left.mT, right, self.dtype, self.precision)
 
     def _weighted(self, x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
-        """The factor with the weights, as narrow as products take it: WEIGHTED_ERROR covers that."""
+        """The factor with the weights, as narrow as products take it: MOVED covers that."""
         scaled = _scaled(x.to(self.dtype), weights, keep)
+        if self.precision == "tf32":
+            return cut(scaled)
         return scaled.to(torch.bfloat16) if self.precision == "bfloat16" else scaled
 
 
@@ -256,6 +257,7 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
 def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
+    uses = [_as_multiplied(u) if isinstance(u, (Outer, Unfolded)) else u for u in uses]
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
     sides = [_sides(u) for u in products]
@@ -268,7 +270,7 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             precision = precision_of(first.left, _right(first))
             paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, first.left.device, precision)
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
-            grad = _outer(products, shape, paths[name], tied=bool(rows))
+            grad = _outer(products, shape, paths[name])
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
     if len(uses) == 1 and isinstance(uses[0], Unfolded):
         seen: list[Tensor] = []
@@ -280,16 +282,23 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
     return DenseGrad(total)
 
 
+def _as_multiplied(use: Outer | Unfolded) -> Outer | Unfolded:
+    """TF32 factors are cut once, here: no kernel that one batch or another picks can then cut them otherwise."""
+    if precision_of(use.left, _right(use)) != "tf32":
+        return use
+    if isinstance(use, Unfolded):
+        return replace(use, left=cut(use.left), input=cut(use.input))
+    return replace(use, left=cut(use.left), right=cut(use.right))
+
+
 def _right(use: Outer | Unfolded) -> Tensor:
     return use.input if isinstance(use, Unfolded) else use.right
 
 
-def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], path: Path, tied: bool) -> OuterGrad:
+def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], path: Path) -> OuterGrad:
     precision = precision_of(uses[0].left, _right(uses[0]))
     merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in uses])
     if precision == "exact":
         return OuterGrad(merged, shape, path.wide, path.single)
-    left, right = merged.left, merged.right
-    if precision == "tf32" and tied:  # the other use may cancel this one: their cross term is that of the same numbers
-        left, right = cut(left), cut(right)
-    return OuterGrad(Outer(aligned(left), aligned(right), merged.size), shape, path.wide, path.single, precision)
+    lined = Outer(aligned(merged.left), aligned(merged.right), merged.size)
+    return OuterGrad(lined, shape, path.wide, path.single, precision)
