@@ -12,7 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import again, analysis, coverage, dc_tables, digits, fetch, figures, report, runs, sweeps, synthetic, tables
+from . import (
+    again,
+    analysis,
+    coverage,
+    dc_tables,
+    digits,
+    fetch,
+    figures,
+    report,
+    runs,
+    sweeps,
+    synthetic,
+    tables,
+    theory,
+)
 from .recipes import RECIPES
 from .results_io import RESULTS, save
 
@@ -26,6 +40,8 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "lazy": analysis.lazy,
     "bias": analysis.bias,
     "bound": analysis.bound,
+    "mixture": analysis.mixture,
+    "automatic": theory.automatic,
 }
 
 TABLES: dict[str, Callable[[], str]] = {**tables.TABLES, **dc_tables.DC_TABLES, "again": again.again_table}

@@ -32,6 +32,14 @@ STANDING: dict[str, Weights] = {
     "AUTO-S, γ = 0.01": lambda n: cw.AutoS(0.01).weights(n, 1.0),
     "PSAC, r = 0.01": lambda n: cw.PSAC(0.01).weights(n, 1.0),
 }
+MIXED: dict[str, Weights] = {
+    "SGD": torch.ones_like,
+    "Abadi, C = 1": lambda n: cw.Abadi().weights(n, 1.0),
+    "Abadi, C = 6": lambda n: cw.Abadi().weights(n, 6.0) / 6,
+    "AUTO-V": lambda n: cw.AutoV().weights(n, 1.0),
+    "AUTO-S, γ = 0.01": lambda n: cw.AutoS(0.01).weights(n, 1.0),
+    "AUTO-S, γ = 4": lambda n: cw.AutoS(4.0).weights(n, 1.0),
+}
 TURNING: dict[str, Weights] = {
     "Abadi, C = 1": lambda n: cw.Abadi().weights(n, 1.0),
     "Abadi, C = 0.1": lambda n: cw.Abadi().weights(n, 0.1),
@@ -59,6 +67,16 @@ def lazy(size: int = 10_000, seed: int = 0) -> dict[str, Any]:
     gradients = torch.sigmoid(thetas[:, None] + x) - labels
     curves = {name: _short((rule(gradients.abs()) * gradients).mean(1)) for name, rule in STANDING.items()}
     return {"size": size, "thetas": _short(thetas), "curves": curves}
+
+
+def mixture(size: int = 10_000, seed: int = 0, apart: float = 4.0) -> dict[str, Any]:
+    """A figure 12: the mean weighted gradient when θ is to be the mean of N(±apart, 1), by the loss (θ − x)²/2."""
+    signs = 2 * (torch.arange(size) % 2).double() - 1
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + apart * signs
+    thetas = torch.linspace(-2 * apart, 2 * apart, 161, dtype=torch.float64)
+    gradients = thetas[:, None] - x
+    curves = {name: _short((rule(gradients.abs()) * gradients).mean(1)) for name, rule in MIXED.items()}
+    return {"size": size, "apart": apart, "thetas": _short(thetas), "curves": curves}
 
 
 def per_example(model: nn.Module, losses: Callable[[nn.Module, Any], Tensor], batch: tuple[Tensor, ...]) -> Tensor:

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .norm_figures import clipped_figure, norm_figure
+from .paint import COLORS, LINES, panels
 from .papers import LABELS
 from .results_io import RESULTS, load
 from .sweeps import KNOBS, RATES
 from .tables import heatmap_cells
+from .theory_figures import automatic_figure, bound_figure, lazy_figure, mixture_figure
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-COLORS = ("#3465a4", "#cc5500", "#4e9a06")
-LINES = ("#555555", "#3465a4", "#729fcf", "#4e9a06", "#cc5500", "#75507b")
 
 
 def draw(name: str, results: Path = RESULTS, out: Path = FIGURES) -> list[Path]:
@@ -33,17 +34,10 @@ def draw(name: str, results: Path = RESULTS, out: Path = FIGURES) -> list[Path]:
     return paths
 
 
-def _panels(count: int, **options: Any) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * count, 3.6))
-    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
-
-
 def percentile_figure(found: dict[str, Any]) -> Any:
     """DC-SGD, figure 2: C against the percentile, one panel per number of bins."""
     bins = sorted({curve["bins"] for curve in found["curves"]})
-    figure, axes = _panels(len(bins), sharey=True)
+    figure, axes = panels(len(bins), sharey=True)
     for axis, number in zip(axes, bins, strict=True):
         curves = [c for c in found["curves"] if c["bins"] == number]
         points = [row["p"] for row in curves[0]["rows"]]
@@ -64,7 +58,7 @@ def percentile_figure(found: dict[str, Any]) -> Any:
 def error_figure(found: dict[str, Any]) -> Any:
     """DC-SGD, figure 3: expected squared error against C, exact and as noisy histograms show it."""
     bins = sorted({curve["bins"] for curve in found["curves"]})
-    figure, axes = _panels(len(bins), sharey=True)
+    figure, axes = panels(len(bins), sharey=True)
     for axis, number in zip(axes, bins, strict=True):
         for color, curve in zip(COLORS, [c for c in found["curves"] if c["bins"] == number], strict=True):
             axis.plot(found["grid"], curve["median"], color=color, label=f"σ_H = {curve['noise']:g}")
@@ -81,7 +75,7 @@ def error_figure(found: dict[str, Any]) -> Any:
 def convergence_figure(found: dict[str, Any]) -> Any:
     """C_t over a run on digits, one panel per threshold."""
     names = list(dict.fromkeys(curve["threshold"] for curve in found["curves"]))
-    figure, axes = _panels(len(names), sharey=True)
+    figure, axes = panels(len(names), sharey=True)
     for axis, name in zip(axes, names, strict=True):
         for curve in (c for c in found["curves"] if c["threshold"] == name):
             color = COLORS[[0.01, 1.0, 100.0].index(curve["initial"])]
@@ -97,7 +91,7 @@ def convergence_figure(found: dict[str, Any]) -> Any:
 def heatmap_figure(found: dict[str, Any]) -> Any:
     """P figure 4: accuracy over the learning rate and each rule's own knob."""
     signs = {"r": "r", "gamma": "γ", "clip_norm": "C"}
-    figure, axes = _panels(len(KNOBS), sharey=True)
+    figure, axes = panels(len(KNOBS), sharey=True)
     for axis, (method, (knob, values)) in zip(axes, KNOBS.items(), strict=True):
         cells = heatmap_cells(found["rows"], method)
         grid = [[cells.get((rate, value), float("nan")) for value in values] for rate in RATES]
@@ -116,7 +110,7 @@ def heatmap_figure(found: dict[str, Any]) -> Any:
 
 def weight_figure(found: dict[str, Any]) -> Any:
     """P figure 2: the weight of an example against the norm of its gradient, and the norm that results."""
-    figure, (left, right) = _panels(2)
+    figure, (left, right) = panels(2)
     for color, (name, weights) in zip(LINES, found["weights"].items(), strict=False):
         left.plot(found["norms"], weights, color=color, label=name)
         right.plot(found["norms"], [n * w for n, w in zip(found["norms"], weights, strict=True)], color=color)
@@ -124,20 +118,6 @@ def weight_figure(found: dict[str, Any]) -> Any:
     right.set(xscale="log", xlabel="norm n", ylabel="weighted norm n·w(n)")
     left.legend(frameon=False, fontsize=8)
     figure.subplots_adjust(wspace=0.3)
-    return figure
-
-
-def lazy_figure(found: dict[str, Any]) -> Any:
-    """P figure 5, A figure 3: where the weighted gradient vanishes although the true one does not."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6, 3.8))
-    axis = figure.subplots()
-    for color, (name, curve) in zip(LINES, found["curves"].items(), strict=True):
-        axis.plot(found["thetas"], curve, color=color, label=name)
-    axis.axhline(0, color="black", lw=0.5)
-    axis.set(xlabel="θ", ylabel="mean weighted gradient", title="Logistic regression on N(±1, 1), weights up to scale")
-    axis.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -162,7 +142,7 @@ def turning_figure(found: dict[str, Any]) -> Any:
 
 def example_figure(found: dict[str, Any]) -> Any:
     """P figure 1: small gradients point elsewhere than the batch's."""
-    figure, axes = _panels(len(found["examples"]), sharey=True)
+    figure, axes = panels(len(found["examples"]), sharey=True)
     for axis, part in zip(axes, found["examples"], strict=True):
         axis.scatter(part["norms"], part["cosines"], s=5, color=LINES[1], alpha=0.6, lw=0)
         axis.axhline(0, color="black", lw=0.5)
@@ -175,30 +155,13 @@ def example_figure(found: dict[str, Any]) -> Any:
     return figure
 
 
-def bound_figure(found: dict[str, Any]) -> Any:
-    """P theorem 2: what remains of the bound however long one trains."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6, 3.8))
-    axis = figure.subplots()
-    for color, curve in zip(COLORS, found["curves"], strict=True):
-        axis.plot(found["r"], curve["term"], color=color, label=f"τ₀ = {curve['tau_0']:g}, τ₁ = {curve['tau_1']:g}")
-    start = found["curves"][0]["term"][0] / 3
-    for power, style in ((-0.5, "--"), (-1.0, ":")):
-        guide = [start * (r / found["r"][0]) ** power for r in found["r"]]
-        axis.plot(found["r"], guide, color="black", lw=0.8, ls=style, label=f"order r^({power:g})")
-    axis.set(xscale="log", yscale="log", xlabel="r", ylabel="term that remains", title="P, theorem 2, as printed")
-    axis.legend(frameon=False, fontsize=8)
-    return figure
-
-
 def threshold_figure(found: dict[str, Any]) -> Any:
     """C over a run of DC-SGD on real data, at each ε."""
     rows = [row for row in found["rows"] if "clip_norms" in row and row["settings"].keys() == {"epsilon"}]
     rows.sort(key=lambda row: (row["settings"]["epsilon"], row["seed"]))
     methods = [m for m in LABELS if any(row["method"] == m for row in rows)]
     levels = sorted({row["settings"]["epsilon"] for row in rows})
-    figure, axes = _panels(len(methods), sharey=True)
+    figure, axes = panels(len(methods), sharey=True)
     for axis, method in zip(axes, methods, strict=True):
         for row in (r for r in rows if r["method"] == method):
             level = row["settings"]["epsilon"]
@@ -222,7 +185,11 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "P3": ("bias", turning_figure),
     "P4": ("fashion_mnist", heatmap_figure),
     "P5": ("lazy", lazy_figure),
+    "P6": ("bias", norm_figure),
     "P_bound": ("bound", bound_figure),
+    "A6": ("automatic", automatic_figure),
+    "A12": ("mixture", mixture_figure),
+    "A13": ("bias", clipped_figure),
     "dc_mnist": ("mnist_dc", threshold_figure),
     "dc_names": ("names_dc", threshold_figure),
     "dc_cifar10": ("cifar10_dc", threshold_figure),

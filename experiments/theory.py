@@ -1,0 +1,52 @@
+"""The bounds of automatic clipping (A, theorems 4 and 6) as curves: what is left of the gradient, against descent x.
+
+x stands for what training achieves in T steps, of order 1/√T; ξ bounds the gradient noise. With γ > 0 the bound goes to
+0 as x does, of order √x, that is T^(−1/4); with γ = 0 (AUTO-V) it never falls below ξ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+_RATIOS = 1 + np.logspace(-6, 6, 4_001)  # r > 1
+_BELOW = np.linspace(1e-3, 1 - 1e-6, 2_001)  # r < 1, for γ = 0
+_COSINES = np.linspace(0, 1, 201)
+
+
+def inverse(x: float, r: Array, xi: float, gamma: float) -> Array:
+    """M⁻¹(x; r, ξ, γ) of theorem 4; infinite from x = 2γ/(r² − 1) on."""
+    s = xi / r
+    left = 2 * gamma - (r**2 - 1) * x
+    root = np.sqrt(s**2 + 2 * xi * x + 2 * gamma * x + x**2)
+    above = -s * gamma + (r**2 - 1) * s * x + r * gamma * x + gamma * root
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(left > 0, above / left, np.inf)
+
+
+def smooth_bound(x: float, xi: float, gamma: float) -> float:
+    """Theorem 4, γ > 0: the least of ξ/r + M⁻¹ over r > 1. The concave envelope that the proof takes is left out."""
+    return float((xi / _RATIOS + inverse(x, _RATIOS, xi, gamma)).min())
+
+
+def normalised_bound(x: float, xi: float) -> float:
+    """Theorem 6, γ = 0: the least of ξ/r + x / min_c f(c, r) over r < 1."""
+    c, r = _COSINES[:, None], _BELOW[None]
+    f = (1 + r * c) / np.sqrt(r**2 + 2 * r * c + 1) + (1 - r * c) / np.sqrt(r**2 - 2 * r * c + 1)
+    return float((xi / _BELOW + x / f.min(0)).min())
+
+
+def automatic(points: int = 81) -> dict[str, Any]:
+    """A figures 6 to 11: the bound against x, for several γ and ξ."""
+    xs = np.logspace(-6, 0, points)
+    curves = []
+    for xi in (0.1, 1.0):
+        curves += [
+            {"xi": xi, "gamma": g, "bound": [float(f"{smooth_bound(x, xi, g):.5g}") for x in xs]}
+            for g in (0.001, 0.01, 0.1, 1.0)
+        ]
+        curves.append({"xi": xi, "gamma": 0.0, "bound": [float(f"{normalised_bound(x, xi):.5g}") for x in xs]})
+    return {"x": [float(f"{x:.5g}") for x in xs], "curves": curves}

@@ -1,0 +1,51 @@
+"""Bounds, toy problems and norms, and the figures of them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from experiments import analysis, norm_figures, theory
+
+
+def test_with_gamma_the_bound_falls_as_the_root_of_x_and_without_it_stays_above_the_noise():
+    for xi in (0.1, 1.0):
+        for gamma in (0.01, 1.0):
+            high, low = (theory.smooth_bound(x, xi, gamma) for x in (1e-6, 1e-8))
+            assert high / low == pytest.approx(10, rel=0.02)  # T^(-1/4) where x is of order T^(-1/2)
+        found = [theory.normalised_bound(x, xi) for x in (1e-8, 1e-2, 1.0)]
+        assert found[0] == pytest.approx(xi, rel=1e-3)
+        assert found == sorted(found)
+        assert found[0] > xi
+
+
+def test_the_inverse_inverts_where_it_is_finite():
+    """M⁻¹(0) = 0, it grows with x, and ends at x = 2γ/(r² − 1)."""
+    r, gamma = np.array([2.0]), 1.0
+    end = 2 * gamma / 3
+    values = [theory.inverse(x, r, 1.0, gamma)[0] for x in (0.0, 0.1, 0.99 * end, 1.01 * end)]
+    assert values[0] == pytest.approx(0, abs=1e-12)
+    assert values == sorted(values)
+    assert math.isinf(values[-1])
+
+
+def test_normalised_gradients_stop_between_two_groups_and_plain_ones_do_not():
+    found = analysis.mixture(2_000)
+    at = next(i for i, t in enumerate(found["thetas"]) if abs(t - 1) < 0.06)
+    assert abs(found["curves"]["AUTO-V"][at]) < 0.05
+    assert found["curves"]["SGD"][at] == pytest.approx(found["thetas"][at], abs=0.1)
+    assert found["curves"]["AUTO-S, γ = 0.01"][at] == pytest.approx(found["curves"]["AUTO-V"][at], abs=0.05)
+    assert found["curves"]["AUTO-S, γ = 4"][at] > 0.05  # a stabiliser of the size of the norms leaves no lazy region
+
+
+def test_shares_and_groups_by_norm():
+    norms = [3.0, 1.0, 2.0, 4.0]
+    assert norm_figures.share_above(norms, [0.5, 2.0, 4.0]) == [1.0, 0.5, 0.0]
+    groups = norm_figures.by_norm(norms, [0.3, 0.1, 0.2, 0.4], bins=2)
+    assert groups == [(1.5, 0.15), (3.5, 0.35)]
