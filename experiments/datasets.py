@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import io
 import json
 import os
@@ -154,29 +155,9 @@ def _adult() -> Data:
     return Data(parts[0], parts[1], 2)
 
 
-SENTENCE_LENGTH = 64  # tokens; with both ends marked
-
-
-def _sst2() -> Data:
-    """Sentences as tokens of MiniLM, padded with 0; label and sentence in two columns; the public dev set tests."""
-    from tokenizers import Tokenizer
-
-    folder, vocabulary = find("sst2", "train.tsv.gz", "dev.tsv"), find("minilm", "tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(vocabulary / "tokenizer.json"))
-    tokenizer.enable_truncation(SENTENCE_LENGTH)
-    tokenizer.enable_padding(length=SENTENCE_LENGTH)
-    parts = []
-    for text in (gzip.decompress((folder / "train.tsv.gz").read_bytes()).decode(), (folder / "dev.tsv").read_text()):
-        labels, sentences = zip(*(line.split("\t") for line in text.splitlines()[1:]), strict=True)
-        tokens = torch.tensor([found.ids for found in tokenizer.encode_batch(list(sentences))])
-        parts.append((tokens, torch.tensor([int(label) for label in labels])))
-    return Data(parts[0], parts[1], 2)
-
-
-def _images() -> ModuleType:
-    from . import images
-
-    return images
+def _part(name: str) -> ModuleType:
+    """A file of this package that needs this one."""
+    return importlib.import_module(f".{name}", __package__)
 
 
 LOADERS: dict[str, Callable[[], Data]] = {
@@ -186,10 +167,15 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "names": _names,
     "names_unique": lambda: _names(unique=True),
     "adult": _adult,
-    "sst2": _sst2,
-    "imagenette": lambda: _images().imagenette(),
-    "celeba_smiling": lambda: _images().celeba("Smiling"),
-    "celeba_male": lambda: _images().celeba("Male"),
+    "sst2": lambda: _part("sentences").glue("sst2"),
+    "qnli": lambda: _part("sentences").glue("qnli"),
+    "qqp": lambda: _part("sentences").glue("qqp"),
+    "mnli": lambda: _part("sentences").glue("mnli"),
+    "e2e": lambda: _part("e2e").load(),
+    "imagenette": lambda: _part("images").imagenette(),
+    "celeba_smiling": lambda: _part("images").celeba("Smiling"),
+    "celeba_male": lambda: _part("images").celeba("Male"),
+    "celeba_all": lambda: _part("images").celeba(),
 }
 
 

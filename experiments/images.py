@@ -48,17 +48,21 @@ def imagenette() -> Data:
     return Data(part("train"), part("val"), len(classes))
 
 
-def celeba(attribute: str) -> Data:
-    """img_align_celeba/*.jpg, and text files: one row of -1 and 1 per image; 0, 1 or 2 for train, validation, test."""
+def celeba(attribute: str | None = None) -> Data:
+    """img_align_celeba/*.jpg, and text files: one row of -1 and 1 per image; 0, 1 or 2 for train, validation, test.
+
+    One attribute makes two classes; all of them make as many bits.
+    """
     files = ("list_attr_celeba.txt", "list_eval_partition.txt", "img_align_celeba")
     folder = find("celeba", *files)
     _, names, *lines = (folder / files[0]).read_text().splitlines()
-    column = names.split().index(attribute) + 1
-    labels = {line.split()[0]: int(int(line.split()[column]) > 0) for line in lines}
+    bits = {line.split()[0]: [int(int(v) > 0) for v in line.split()[1:]] for line in lines}
     parts = dict(line.split() for line in (folder / files[1]).read_text().splitlines())
 
     def part(number: str) -> Part:
-        chosen = [name for name in labels if parts[name] == number]
-        return read([folder / files[2] / n for n in chosen], CELEBA_SIDE), torch.tensor([labels[n] for n in chosen])
+        chosen = [name for name in bits if parts[name] == number]
+        labels = torch.tensor([bits[n] for n in chosen])
+        wanted = labels.float() if attribute is None else labels[:, names.split().index(attribute)]
+        return read([folder / files[2] / n for n in chosen], CELEBA_SIDE), wanted
 
-    return Data(part("0"), part("2"), 2)
+    return Data(part("0"), part("2"), len(names.split()) if attribute is None else 2)

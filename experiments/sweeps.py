@@ -86,6 +86,11 @@ def glue() -> list[Point]:
     return [("sst2", m, {"epsilon": e}) for e in (3.0, 8.0) for m in methods] + [("sst2", "non-private", {})]
 
 
+def copies() -> list[Point]:
+    """What several moved views of each example bring, without mirrors: digits would change their meaning."""
+    return [("mnist", "psac", {"copies": k, "flip": False}) for k in (2, 4, 8)]
+
+
 BEST = ("mnist_best", "fashion_mnist_best", "cifar10_best")
 WITHOUT: dict[str, dict[str, Any]] = {  # what the best recipes are made of, each left out in turn
     "PLD": {"accountant": "rdp"},
@@ -117,6 +122,7 @@ SWEEPS = {
     "D8": dc_sgd,
     "P3": glue,
     "names": names,
+    "copies": copies,
     "best": best,
     "choice": choice,
     "percentiles": percentiles,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .papers import BEYOND, D8, LABELS, P2, P3, WANTED, Cell
+from .papers import A4, BEYOND, D8, LABELS, P2, P3, WANTED, Cell
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
@@ -128,6 +128,18 @@ def _range(found: Mapping[float, float]) -> float:
     return max(found.values()) - min(found.values())
 
 
+def text_table(results: Path = RESULTS) -> str:
+    """A table 4: BLEU and ROUGE-L on E2E."""
+    lines = ["| method | BLEU | ROUGE-L | n |", "|---|---|---|---|"]
+    rows = [r for r in rows_of("e2e", results) if not r["settings"]]
+    for method in LABELS:
+        if found := [r for r in rows if r["method"] == method]:
+            bleu, rouge = (spread(r[k] for r in found) for k in ("bleu", "rouge_l"))
+            lines.append(f"| {LABELS[method]}, decoder from scratch | {bleu} | {rouge} | {len(found)} |")
+    printed = " | ".join(_printed(*A4[k]) for k in ("bleu", "rouge_l"))
+    return "\n".join([*lines, f"| printed: AUTO-S, GPT-2 | {printed} | |"])
+
+
 def best_table(results: Path = RESULTS) -> str:
     """The best recipes, what each part of them brings, and the bars that were set beforehand."""
     lines = ["| recipe | run | accuracy | n | wanted |", "|---|---|---|---|---|"]
@@ -180,6 +192,7 @@ TABLES = {
     "P2": partial(papers_table, P2),
     "P3": partial(papers_table, P3),
     "P4": heatmap_table,
+    "A4": text_table,
     "D8": partial(papers_table, D8),
     "adult": partial(papers_table, BEYOND),
     "best": best_table,

@@ -49,6 +49,8 @@ def made(tmp_path, monkeypatch):
         ]
         (tmp_path / "adult" / file).write_text("|1x3 Cross validator\n" * bool(dot) + "\n".join(lines) + "\n")
     made_sentences(tmp_path)
+    made_pairs(tmp_path)
+    made_restaurants(tmp_path)
     made_images(tmp_path)
     monkeypatch.setenv("CLIPWISE_DATA", str(tmp_path))
     return tmp_path
@@ -84,7 +86,7 @@ def made_sentences(folder: Path) -> None:
     (folder / "minilm").mkdir()
     lines = "label\tsentence\n" + "".join(f"{i % 2}\t{('bad', 'good')[i % 2]} film\n" for i in range(40))
     (folder / "sst2" / "train.tsv.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "sst2" / "dev.tsv").write_text(lines)
+    (folder / "sst2" / "dev.tsv").write_text(lines.replace("sentence", "content"))
     tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3, "film": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "minilm" / "tokenizer.json"))
@@ -99,3 +101,31 @@ def made_sentences(folder: Path) -> None:
     torch.manual_seed(0)
     (folder / "minilm" / "config.json").write_text(json.dumps(config.to_dict()))
     save_file(BertModel(config).state_dict(), folder / "minilm" / "model.safetensors")
+
+
+def made_pairs(folder: Path) -> None:
+    """GLUE's pairs of sentences, with a line that has no label."""
+    three = ("entailment", "neutral", "contradiction")
+    layouts = {
+        "qnli": ("index\tquestion\tsentence\tlabel", ("entailment", "not_entailment"), "dev.tsv"),
+        "qqp": ("id\tquestion1\tquestion2\tis_duplicate", ("0", "1"), "dev.tsv"),
+        "mnli": ("index\tsentence1\tsentence2\tgold_label", three, "dev_matched.tsv"),
+    }
+    for name, (head, labels, dev) in layouts.items():
+        (folder / name).mkdir()
+        lines = [f'{i}\tgood film\tbad "film\t{labels[i % len(labels)]}' for i in range(12)]
+        for file in ("train.tsv", dev):
+            (folder / name / file).write_text("\n".join([head, *lines, "12\tfilm\tfilm\t-"]) + "\n")
+
+
+def made_restaurants(folder: Path) -> None:
+    """E2E's layout: two sentences for every set of facts."""
+    (folder / "e2e").mkdir()
+    rows = [
+        f'"name[{name}], food[{food}], near[Café {i}]","{name} {verb} {food} food near Café {i}."'
+        for i, name in enumerate(("The Eagle", "Blue Spice", "Aromi"))
+        for food in ("English", "French")
+        for verb in ("serves", "has")
+    ]
+    for file in ("trainset", "devset", "testset_w_refs"):
+        (folder / "e2e" / f"{file}.csv.gz").write_bytes(gzip.compress(("mr,ref\n" + "\n".join(rows)).encode()))
