@@ -125,18 +125,19 @@ def clipped_sum(
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """The optimizer holds exactly the trainable parameters (and frozen ones of the model), and no gradient waits."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    known = {id(p): name for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    known = {id(p) for p in named.values()}
     if foreign := [tuple(p.shape) for i, p in held.items() if i not in known]:
         raise ParameterMismatch(
             f"The optimizer holds {len(foreign)} parameter(s) not of the model (shapes {foreign[:3]}). "
             "They would be trained without clipping and noise. Build the optimizer from model.parameters()."
         )
-    if left_out := [name for name, p in trainable(model).items() if id(p) not in held]:
+    if left_out := [name for name, p in named.items() if p.requires_grad and id(p) not in held]:
         raise ParameterMismatch(
             f"Parameter(s) {', '.join(left_out[:5])} are trainable but not in the optimizer: they would cost privacy "
             "without being trained. Freeze them with requires_grad_(False), or give them to the optimizer."
         )
-    if waiting := [name for name, p in model.named_parameters() if p.grad is not None]:
+    if waiting := [name for name, p in named.items() if p.grad is not None]:
         raise ParameterMismatch(
             f"Parameter(s) {', '.join(waiting[:5])} already hold a .grad, which is neither clipped nor noised. "
             "Call optimizer.zero_grad(set_to_none=True), and never loss.backward()."

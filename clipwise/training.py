@@ -63,7 +63,7 @@ class PrivateTraining:
         self._compiled = Compiled(model, self._clipped) if settings.compile else None
         self._checked = False
         self._nobody: Any = None  # made-up rows, for a rank that has none while others work
-        self._threshold = plan.threshold.init(self._facts())
+        self._threshold = plan.threshold.init(self._facts(trainable(model)))
 
     # -- public numbers -----------------------------------------------------------------------------
 
@@ -113,16 +113,17 @@ class PrivateTraining:
         """Seconds that compile=True has spent on compiling so far."""
         return 0.0 if self._compiled is None else sum(self._compiled.warm_up)
 
-    def _facts(self) -> Facts:
-        dimension = sum(p.numel() for p in trainable(self._model).values())
-        return self._plan.facts(self._ledger.charges, dimension)
+    def _facts(self, parameters: dict[str, nn.Parameter]) -> Facts:
+        return self._plan.facts(self._ledger.charges, sum(p.numel() for p in parameters.values()))
 
     @property
     def sensitivity(self) -> float:
         """The bound on one example's influence on a step's sum, rounding included. Public."""
-        bound = self._plan.rule.sensitivity(self.clip_norm, len(self._groups))
-        dtypes = {p.dtype for p in trainable(self._model).values()}
-        return with_rounding(bound, dtypes, self._largest_batch, steepness_of(self._plan.rule))
+        return self._bound(trainable(self._model))
+
+    def _bound(self, parameters: dict[str, nn.Parameter]) -> float:
+        bound, rule = self._plan.rule.sensitivity(self.clip_norm, len(self._groups)), self._plan.rule
+        return with_rounding(bound, {p.dtype for p in parameters.values()}, self._largest_batch, steepness_of(rule))
 
     @property
     def _largest_batch(self) -> float:
@@ -244,11 +245,11 @@ class PrivateTraining:
         if self._step is not None:
             raise WrongOrder("The batch before this one was not released; call training.release() once per batch.")
         batch = self._accepted(batch)
-        self._check_parameters()
+        parameters = self._check_parameters()
         self._ledger.reserve()
         self._issued.discard(batch)
         self._outstanding = None
-        self._step = Step(self._threshold, self.sensitivity, [])
+        self._step = Step(self._threshold, self._bound(parameters), [])
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
             for start in range(0, size, rows):
@@ -316,7 +317,7 @@ class PrivateTraining:
         self._step = None
         number = self._ranks.charge(self._ledger.commit)
         noised, released = self._noised(step, number)
-        self._threshold = self._plan.threshold.update(step.threshold, released, self._facts())
+        self._threshold = self._plan.threshold.update(step.threshold, released, self._facts(parameters))
         for name, p in parameters.items():
             p.grad = self._ranks.as_gradient(p, (noised[name] / self._plan.expected_batch_size).to(p.dtype))
         try:

@@ -12,9 +12,7 @@ from torch import Tensor
 from .._types import sum_dtype
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_BLOCK = (
-    16  # channels that one kernel works on: any other number would make another kernel step in, which rounds otherwise
-)
+_BLOCK = 16  # channels that one kernel works on: for any other number another kernel steps in, which rounds otherwise
 
 
 def depthwise_gradient(
@@ -31,10 +29,11 @@ def depthwise_gradient(
     dtype = sum_dtype(grad.dtype)
     rows, each = size * channels, filters // channels
     more = -rows % _BLOCK
-    inputs = F.pad(x.to(dtype).reshape(rows, -1), (0, 0, 0, more)).reshape(1, rows + more, *x.shape[2:])
-    filters_of = F.pad(grad.to(dtype).reshape(rows * each, -1), (0, 0, 0, more * each))
+    inputs, filters_of = x.to(dtype).reshape(rows, -1), grad.to(dtype).reshape(rows * each, -1)
+    if more:  # padding by nothing copies, too
+        inputs, filters_of = F.pad(inputs, (0, 0, 0, more)), F.pad(filters_of, (0, 0, 0, more * each))
     made = _CONVOLUTIONS[len(kernel)](
-        inputs,
+        inputs.reshape(1, rows + more, *x.shape[2:]),
         filters_of.reshape((rows + more) * each, 1, *grad.shape[2:]),
         stride=dilation,
         dilation=stride,

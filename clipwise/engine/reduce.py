@@ -23,7 +23,7 @@ from .contributions import Contribution, Outer, Rows, Unfolded, materialise, mer
 from .gram import Gram, gram, gram_bound
 from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
 
-_CHUNK = 64  # length of one float32 sum of squares: its error is at most 64·u
+_CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
 _FEW = 2**13  # entries of one example's gradient up to which it is put beside others
 _ROWS = 2**13  # examples × positions of one product: how its sum rounds grows with its length
