@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -221,7 +222,7 @@ def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile
     row: dict[str, Any] = {"method": method, "seed": seed, "compiled": compile and method != NON_PRIVATE}
     steps = _plain_steps if method == NON_PRIVATE else _private_steps
     clip_norms = []
-    for step in steps(recipe, method, seed, model, optimizer, train, compile, row):
+    for step in _told(steps(recipe, method, seed, model, optimizer, train, compile, row), f"{method} seed {seed}", row):
         if average is not None:
             average.update_parameters(model)
         clip_norms.append(step)
@@ -236,6 +237,17 @@ def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile
     row["machine"] = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
     row["torch"] = torch.__version__
     return row
+
+
+def _told(steps: Iterator[float], name: str, row: Mapping[str, Any], every: float = 20.0) -> Iterator[float]:
+    """The same steps; says on stderr, now and then, how far a run has come and how long a step takes."""
+    told, last = time.perf_counter(), 0
+    for number, step in enumerate(steps, 1):
+        yield step
+        if (now := time.perf_counter()) - told >= every:
+            pace = 1e3 * (now - told) / (number - last)
+            print(f"  {name}: step {number} of {row['steps']}, {pace:.0f} ms a step", file=sys.stderr, flush=True)
+            told, last = now, number
 
 
 def _private_steps(

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import causes, datasets, dc_tables, models, papers, recipes, sweeps
+from experiments import causes, datasets, dc_tables, models, papers, recipes, report, sweeps
 
 pytest_plugins = ["experiments_data"]
 
@@ -77,6 +77,9 @@ def test_only_whole_searches_are_shown(tmp_path):
     assert "all runs composed (RDP) | 4.00 | 90.90 | 1 | 10 |" in dc_tables.paid_table(tmp_path)
     assert "| DC-SGD-E, no search | 4.00 | 95.00 | 1 | |" in dc_tables.paid_table(tmp_path)
     assert "| 10 | 100 | 5.0× |" in dc_tables.time_table(tmp_path)
+    claims = {c.text: (c.found, c.verdict) for c in report.searched_for(tmp_path)}
+    text = "D tables II, III: DC-SGD-E above Abadi, C by all runs composed (RDP), on MNIST, CNN of 28,058 parameters"
+    assert claims[f"{text}, ε = 1"] == ("+4.10 (n = 1)", report.OPEN)
 
 
 def test_fixed_choices_are_in_order(tmp_path):
@@ -111,3 +114,11 @@ def test_imagenettes_gap_is_split(tmp_path):
     rows = [row("psac", 0, {}, 0.60), row("non-private", 0, {}, 0.81)]
     written(tmp_path, "imagenette", rows)
     assert "privacy costs us 21.0 points and the paper 7.1" in causes.causes(tmp_path)
+
+
+def test_a_long_run_says_how_far_it_has_come(capsys):
+    found = list(recipes._told(iter([1.0, 2.0, 3.0]), "psac seed 0", {"steps": 3}, every=0.0))
+    assert found == [1.0, 2.0, 3.0]
+    assert "psac seed 0: step 3 of 3, " in capsys.readouterr().err
+    list(recipes._told(iter([1.0]), "", {"steps": 1}))
+    assert capsys.readouterr().err == ""
