@@ -22,6 +22,7 @@ from . import (
     figures,
     report,
     runs,
+    similarity,
     sweeps,
     synthetic,
     tables,
@@ -42,6 +43,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "bound": analysis.bound,
     "mixture": analysis.mixture,
     "automatic": theory.automatic,
+    "similarity": similarity.similarity,
 }
 
 TABLES: dict[str, Callable[[], str]] = {**tables.TABLES, **dc_tables.DC_TABLES, "again": again.again_table}

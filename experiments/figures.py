@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .norm_figures import clipped_figure, norm_figure
+from .norm_figures import clipped_figure, norm_figure, product_figure
 from .paint import COLORS, LINES, panels
 from .papers import LABELS
 from .results_io import RESULTS, load
@@ -189,7 +189,9 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "P_bound": ("bound", bound_figure),
     "A6": ("automatic", automatic_figure),
     "A12": ("mixture", mixture_figure),
-    "A13": ("bias", clipped_figure),
+    "A2": ("similarity", product_figure),
+    "A13": ("similarity", clipped_figure),
+    "clipped_mnist": ("bias", clipped_figure),
     "dc_mnist": ("mnist_dc", threshold_figure),
     "dc_names": ("names_dc", threshold_figure),
     "dc_cifar10": ("cifar10_dc", threshold_figure),

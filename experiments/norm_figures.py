@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .paint import COLORS
+from .paint import COLORS, panels
 
 
 def by_norm(norms: Sequence[float], cosines: Sequence[float], bins: int = 8) -> list[tuple[float, float]]:
@@ -36,6 +36,10 @@ def _axis() -> Any:
     return figure, figure.subplots()
 
 
+def _title(found: dict[str, Any]) -> str:
+    return str(found.get("title", f"MNIST, 4-layer CNN, a private run under PSAC: {found['rows']} examples"))
+
+
 def norm_figure(found: dict[str, Any]) -> Any:
     """P figure 6: the smaller a gradient, the less it points where the batch's does."""
     figure, axis = _axis()
@@ -43,18 +47,36 @@ def norm_figure(found: dict[str, Any]) -> Any:
         points = by_norm(part["norms"], part["cosines"])
         axis.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"step {part['step']}")
     axis.set(xscale="log", xlabel="norm of an example's gradient", ylabel="mean cosine with the batch's mean gradient")
-    axis.set_title("MNIST, 4-layer CNN, a private run under PSAC: eighths of 512 examples", fontsize=10)
+    axis.set_title(f"{_title(found)}, in eighths", fontsize=10)
     axis.legend(frameon=False, fontsize=8)
     return figure
 
 
 def clipped_figure(found: dict[str, Any]) -> Any:
-    """A figure 13, on MNIST: no C suits a whole run."""
+    """A figure 13: which share of examples a C clips, at several moments."""
     figure, axis = _axis()
     clip_norms = [10 ** (k / 20) for k in range(-80, 41)]
     for color, part in zip(COLORS, found["examples"], strict=True):
         axis.plot(clip_norms, share_above(part["norms"], clip_norms), color=color, label=f"step {part['step']}")
     axis.set(xscale="log", xlabel="clip norm C", ylabel="share of examples clipped by Abadi")
-    axis.set_title("MNIST, 4-layer CNN, a private run under PSAC: 512 examples", fontsize=10)
+    axis.set_title(_title(found), fontsize=10)
     axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def product_figure(found: dict[str, Any]) -> Any:
+    """A figure 2: how far each example's gradient goes along the mean gradient, before and after normalisation."""
+    figure, (left, right) = panels(2)
+    for color, part in zip(COLORS, found["examples"], strict=True):
+        along = sorted(n * c for n, c in zip(part["norms"], part["cosines"], strict=True))
+        shares = [(i + 0.5) / len(along) for i in range(len(along))]
+        label = f"step {part['step']}: {sum(v < 0 for v in along) / len(along):.0%} point backwards"
+        left.plot(along, shares, color=color, label=label)
+        right.plot(sorted(part["cosines"]), shares, color=color)
+    for axis, name in ((left, "as it is"), (right, "normalised (AUTO-V)")):
+        axis.axvline(0, color="black", lw=0.5)
+        axis.set(xlabel="product with the direction of the mean gradient", title=f"gradient {name}")
+    left.set_ylabel("share of examples below")
+    left.legend(frameon=False, fontsize=8, loc="upper left")
+    figure.suptitle(_title(found), y=1.02)
     return figure

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import analysis, norm_figures, theory
+from experiments import analysis, encoder, norm_figures, similarity, theory
 
 
 def test_with_gamma_the_bound_falls_as_the_root_of_x_and_without_it_stays_above_the_noise():
@@ -49,3 +50,17 @@ def test_shares_and_groups_by_norm():
     assert norm_figures.share_above(norms, [0.5, 2.0, 4.0]) == [1.0, 0.5, 0.0]
     groups = norm_figures.by_norm(norms, [0.3, 0.1, 0.2, 0.4], bins=2)
     assert groups == [(1.5, 0.15), (3.5, 0.35)]
+
+
+def test_products_with_the_mean_are_those_of_single_gradients():
+    torch.manual_seed(0)
+    model = encoder.Encoder(11, 6, 8, 1, 2, 16, 2).double()
+    x, y = torch.randint(1, 11, (5, 6)), torch.randint(0, 2, (5,))
+    x[0, 3:] = 0
+    found = similarity.looked_at(model, x, y)
+    flat = [torch.cat([g.flatten() for g in similarity.gradient(model, x[i : i + 1], y[i : i + 1])]) for i in range(5)]
+    mean = torch.stack(flat).mean(0)
+    assert found["mean"] == [pytest.approx(float(mean.norm()), rel=1e-4)]
+    for i, g in enumerate(flat):
+        assert found["norms"][i] == pytest.approx(float(g.norm()), rel=1e-4)
+        assert found["cosines"][i] == pytest.approx(float(torch.cosine_similarity(g, mean, dim=0)), abs=1e-4)

@@ -59,9 +59,7 @@ class Tape(TorchFunctionMode):
         self.size = size
         self._model = model
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
-        self._sharded = any(
-            hasattr(p, "placements") for _, p in self._parameters.values()
-        )  # then swapped for whole ones
+        self._sharded = any(hasattr(p, "placements") for _, p in self._parameters.values())  # then in pieces
         self._strange: dict[int, nn.Parameter] = {}  # whole ones before a module holds them; no gradient may reach them
         self._own_rules = op_rules or {}
         self._rules = {**OP_RULES, **self._own_rules}
