@@ -79,14 +79,15 @@ def resnet34(classes: int = 10, standardised: bool = False) -> nn.Sequential:
 
 
 class _Pair(nn.Module):
-    """Two convolutions around which the input is added."""
+    """Two convolutions around which the input is added; `scaled` normalises the sum (arXiv 2203.00324)."""
 
-    def __init__(self, width: int, groups: int) -> None:
+    def __init__(self, width: int, groups: int, scaled: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(*_mish(width, width, groups), *_mish(width, width, groups))
+        self.scale = nn.GroupNorm(groups, width) if scaled else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = x + self.layers(x)
+        added: Tensor = self.scale(x + self.layers(x))
         return added
 
 
@@ -94,7 +95,7 @@ def _mish(c: int, p: int, groups: int) -> list[nn.Module]:
     return [nn.Conv2d(c, p, 3, padding=1, bias=False), nn.GroupNorm(min(groups, p), p), nn.Mish()]
 
 
-def resnet9(classes: int = 10, width: int = 64, groups: int = 32) -> nn.Sequential:
+def resnet9(classes: int = 10, width: int = 64, groups: int = 32, scaled: bool = False) -> nn.Sequential:
     """Eight convolutions and a linear layer, Mish and group norm: 2.4 million parameters.
 
     >>> round(sum(p.numel() for p in resnet9().parameters()) / 1e6, 1)
@@ -105,12 +106,12 @@ def resnet9(classes: int = 10, width: int = 64, groups: int = 32) -> nn.Sequenti
         *_mish(3, w, groups),
         *_mish(w, 2 * w, groups),
         nn.MaxPool2d(2),
-        _Pair(2 * w, groups),
+        _Pair(2 * w, groups, scaled),
         *_mish(2 * w, 4 * w, groups),
         nn.MaxPool2d(2),
         *_mish(4 * w, 4 * w, groups),
         nn.MaxPool2d(2),
-        _Pair(4 * w, groups),
+        _Pair(4 * w, groups, scaled),
         nn.AdaptiveMaxPool2d(1),
         nn.Flatten(),
         nn.Linear(4 * w, classes),

@@ -72,6 +72,8 @@ def _as(kind: type, value: Any) -> Any:
 MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "cnn": lambda recipe, data: models.paper_cnn(recipe.channels, data.classes),
     "resnet9": lambda recipe, data: models.resnet9(data.classes),
+    "resnet9-scaled": lambda recipe, data: models.resnet9(data.classes, scaled=True),
+    "resnet9-16-groups": lambda recipe, data: models.resnet9(data.classes, groups=16),
     "resnet18": lambda recipe, data: models.resnet18(data.classes),
     "resnet18-ws": lambda recipe, data: models.resnet18(data.classes, standardised=True),
     "resnet34": lambda recipe, data: models.resnet34(data.classes),

@@ -80,6 +80,12 @@ def paid_for() -> list[Point]:
     return [point for task in PAID_TASKS for search in SEARCHES for point in paid(task, search)]
 
 
+def imagenette() -> list[Point]:
+    """P table 2 on imagenette, and PSAC on networks that bear noise better, they say (Klause et al.)."""
+    rules = [("imagenette", method, {}) for method in ("psac", "abadi", "auto-s", "non-private")]
+    return rules + [("imagenette", "psac", {"model": m}) for m in ("resnet9-scaled", "resnet9-16-groups")]
+
+
 def glue() -> list[Point]:
     """P table 3, A table 2, on SST-2: each rule at two ε, and without privacy."""
     methods = ("abadi", "auto-v", "auto-s", "psac")
@@ -122,6 +128,7 @@ SWEEPS = {
     "D8": dc_sgd,
     "P3": glue,
     "names": names,
+    "imagenette": imagenette,
     "copies": copies,
     "best": best,
     "choice": choice,

@@ -183,6 +183,13 @@ def test_models_take_their_images(build):
     assert models.resnet18(standardised=True)(torch.randn(1, 3, 32, 32)).shape == (1, 10)
 
 
+def test_scaled_sums_have_the_scale_of_their_parts():
+    torch.manual_seed(0)
+    plain, scaled = (models._Pair(64, 32, scaled)(10 * torch.randn(2, 64, 8, 8)) for scaled in (False, True))
+    assert plain.std() > 5
+    assert scaled.std() == pytest.approx(1, abs=0.01)
+
+
 def test_sweeps_are_made_of_known_runs():
     jobs = [job for name in sweeps.SWEEPS for job in sweeps.sweep(name, 2, "cpu", False)]
     assert len(sweeps.sweep("P4", 1, "cpu", False)) == 3 * 6 * 6
