@@ -70,9 +70,9 @@ def _imagenette(results: Path) -> str:
         f"{ceiling - private:.1f} points and the paper {printed[NON_PRIVATE][0] - printed['psac'][0]:.1f}, at the same "
         "epochs, batch, rate and ε. So the images are no harder than theirs, and our network learns more without noise "
         "and bears noise worse. The papers give little of theirs (ResNet9, Mish, group norm, 2.5M parameters). "
-        "Klause et al. (arXiv 2203.00324) find that the number of groups and a norm after each sum matter for just this network "
-        "and data under noise: `sweep imagenette` has both, and no run has tested them yet. Images: the middle square "
-        "at 96 pixels, stored again as JPEG of quality 90; the model runs in bfloat16."
+        "Klause et al. (arXiv 2203.00324) find the number of groups and a norm after each sum to matter for this "
+        "network and data under noise: `sweep imagenette` has both, and no run has tested them yet. Images: the middle "
+        "square at 96 pixels, stored again as JPEG of quality 90; the model runs in bfloat16."
     )
 
 
