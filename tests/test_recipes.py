@@ -186,8 +186,8 @@ def test_models_take_their_images(build):
 def test_scaled_sums_have_the_scale_of_their_parts():
     torch.manual_seed(0)
     plain, scaled = (models._Pair(64, 32, scaled)(10 * torch.randn(2, 64, 8, 8)) for scaled in (False, True))
-    assert plain.std() > 5
-    assert float(scaled.std()) == pytest.approx(1, abs=0.01)
+    assert plain.std().item() > 5
+    assert scaled.std().item() == pytest.approx(1, abs=0.01)
 
 
 def test_sweeps_are_made_of_known_runs():
