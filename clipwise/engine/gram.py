@@ -21,7 +21,7 @@ from .contributions import Outer
 from .products import MOVED, Precision, product
 
 _LONG = 1024  # inner products longer than this are cut
-_FEW = 32  # positions, up to which the T×T matrices are smaller than a tile of the fused kernel
+_FEW = 8  # positions, up to which plain products are as good as the fused kernel
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,8 @@ class TiedGrad:
         return self.rows.weighted_sum(weights, keep, self.outer.weighted_sum(weights, keep))
 
 
-_BYTES = {"bfloat16": 840, "tf32": 410}  # operations of the Gram kernel in the time that one entry goes to memory
+_ENTRY = {"bfloat16": 840, "tf32": 410}  # operations of the Gram kernel in the time that one entry goes to memory
+_CACHED = 2**16  # entries of a gradient up to which the GPU's cache takes those of a batch, in half the time
 
 
 def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
@@ -239,7 +240,8 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
     cores compute far faster than memory takes entries, and their kernel does half of the symmetric products.
     """
     if precision != "exact":
-        dense = p * d * _BYTES[precision] < t * (t + 128) * (p + d)
+        entry = _ENTRY[precision] / (2 if p * d <= _CACHED else 1)
+        dense = p * d * entry < t * (t + 128) * (p + d)
         return Path("dense" if t > 1 and dense else "outer", False, t == 1)
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
     more = 4 * t * t * (p + d) + t * p * d if wide else 2 * t * t * (p + d)
