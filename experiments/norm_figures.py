@@ -67,6 +67,7 @@ def clipped_figure(found: dict[str, Any]) -> Any:
 def product_figure(found: dict[str, Any]) -> Any:
     """A figure 2: how far each example's gradient goes along the mean gradient, before and after normalisation."""
     figure, (left, right) = panels(2)
+    figure.subplots_adjust(wspace=0.3)
     for color, part in zip(COLORS, found["examples"], strict=True):
         along = sorted(n * c for n, c in zip(part["norms"], part["cosines"], strict=True))
         shares = [(i + 0.5) / len(along) for i in range(len(along))]
@@ -77,6 +78,6 @@ def product_figure(found: dict[str, Any]) -> Any:
         axis.axvline(0, color="black", lw=0.5)
         axis.set(xlabel="product with the direction of the mean gradient", title=f"gradient {name}")
     left.set_ylabel("share of examples below")
-    left.legend(frameon=False, fontsize=8, loc="upper left")
+    left.legend(frameon=False, fontsize=8, loc="lower right")
     figure.suptitle(_title(found), y=1.02)
     return figure

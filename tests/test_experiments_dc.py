@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import causes, datasets, dc_tables, models, papers, recipes, report, sweeps
+from experiments import causes, datasets, dc_tables, figures, models, papers, recipes, report, sweeps
 
 pytest_plugins = ["experiments_data"]
 
@@ -122,3 +122,13 @@ def test_a_long_run_says_how_far_it_has_come(capsys):
     assert "psac seed 0: step 3 of 3, " in capsys.readouterr().err
     list(recipes._told(iter([1.0]), "", {"steps": 1}))
     assert capsys.readouterr().err == ""
+
+
+def test_every_figure_is_on_the_page_with_what_it_shows():
+    lines = report.pictures().splitlines()[2:]
+    assert len(lines) == len(figures.DRAWN)
+    for line in lines:
+        _, link, shown, source, _ = (part.strip() for part in line.split(" | ".strip()))
+        assert (report.REPORT.parent / link.split("(")[1].rstrip(")")).exists()
+        assert shown.endswith(".")
+        assert (report.RESULTS / source).exists()
