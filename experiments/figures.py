@@ -158,6 +158,7 @@ def example_figure(found: dict[str, Any]) -> Any:
 def threshold_figure(found: dict[str, Any]) -> Any:
     """C over a run of DC-SGD on real data, at each ε."""
     rows = [row for row in found["rows"] if "clip_norms" in row and row["settings"].keys() == {"epsilon"}]
+    rows = list({(r["method"], r["settings"]["epsilon"], r["seed"]): r for r in reversed(rows)}.values())  # one device
     rows.sort(key=lambda row: (row["settings"]["epsilon"], row["seed"]))
     methods = [m for m in LABELS if any(row["method"] == m for row in rows)]
     levels = sorted({row["settings"]["epsilon"] for row in rows})

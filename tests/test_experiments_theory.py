@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import analysis, encoder, norm_figures, similarity, theory
+from experiments import analysis, encoder, figures, norm_figures, similarity, theory
 
 
 def test_with_gamma_the_bound_falls_as_the_root_of_x_and_without_it_stays_above_the_noise():
@@ -64,3 +64,10 @@ def test_products_with_the_mean_are_those_of_single_gradients():
     for i, g in enumerate(flat):
         assert found["norms"][i] == pytest.approx(float(g.norm()), rel=1e-4)
         assert found["cosines"][i] == pytest.approx(float(torch.cosine_similarity(g, mean, dim=0)), abs=1e-4)
+
+
+def test_a_run_that_two_devices_made_is_drawn_once():
+    row = {"method": "dc-sgd-e", "seed": 0, "settings": {"epsilon": 1.0}, "steps": 3}
+    rows = [row | {"device": d, "clip_norms": [c, c, c]} for d, c in (("cuda", 1.0), ("cpu", 2.0))]
+    figure = figures.threshold_figure({"recipe": {"data": "mnist"}, "rows": rows})
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[1.0, 1.0, 1.0]]
