@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .papers import LABELS
 from .recipes import RECIPES, prepared, run_one
 from .results_io import RESULTS, load, save
 from .runs import code_commit, rows_of
@@ -37,16 +38,20 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def again_table(results: Path = RESULTS) -> str:
-    """By recipe and device: how many runs were trained again, how far apart they lie at most."""
+    """By recipe, method and device: how many runs were trained again, how far apart they lie at most."""
     lines = [
-        "| recipe | device | runs | test examples apart, at most | equal to the last digit |",
+        "| recipe, method | device | runs | test examples apart, at most | equal to the last digit |",
         "|---|---|---|---|---|",
     ]
     rows = load("again", results)["rows"] if (results / "again.json").exists() else []
-    for name, device in dict.fromkeys((r["name"], r["device"]) for r in rows):
-        found = [r for r in rows if (r["name"], r["device"]) == (name, device)]
+    kinds = dict.fromkeys((r["name"], r["method"], r["device"]) for r in rows)
+    for name, method, device in kinds:
+        found = [r for r in rows if (r["name"], r["method"], r["device"]) == (name, method, device)]
         most = max(found, key=lambda r: r["examples_apart"])
         equal = sum(r["examples_apart"] == 0 for r in found)
         apart = f"{most['examples_apart']} of {most['tested']}"
-        lines.append(f"| {name} | {device} | {len(found)} | {apart} | {equal} of {len(found)} |")
+        commits = "; ".join(dict.fromkeys(" and ".join(map(str, r["commits"])) for r in found))
+        lines.append(
+            f"| {name}, {LABELS[method]} | {device} | {len(found)} | {apart} | {equal} of {len(found)} | {commits} |"
+        )
     return "\n".join(lines) if rows else "Not run."

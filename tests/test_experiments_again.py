@@ -26,4 +26,5 @@ def test_a_run_on_the_cpu_is_the_same_to_the_last_digit_and_a_changed_file_is_fo
         row["accuracy"] += 2 / 9
     (tmp_path / "adult.json").write_text(json.dumps(content))
     assert [r["examples_apart"] for r in again.again("adult", seed=1, results=tmp_path, rows=1)] == [0, 0, 2]
-    assert "| adult | cpu | 3 | 2 of 9 | 2 of 3 |" in again.again_table(tmp_path)
+    assert "| adult, PSAC | cpu | 2 | 2 of 9 | 1 of 2 | abc and abc |" in again.again_table(tmp_path)
+    assert "| adult, Abadi | cpu | 1 | 0 of 9 | 1 of 1 | abc and abc |" in again.again_table(tmp_path)
