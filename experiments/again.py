@@ -40,8 +40,8 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def again_table(results: Path = RESULTS) -> str:
     """By recipe, method and device: how many runs were trained again, how far apart they lie at most."""
     lines = [
-        "| recipe, method | device | runs | test examples apart, at most | equal to the last digit |",
-        "|---|---|---|---|---|",
+        "| recipe, method | device | runs | test examples apart, at most | equal in all digits | commits |",
+        "|---|---|---|---|---|---|",
     ]
     rows = load("again", results)["rows"] if (results / "again.json").exists() else []
     kinds = dict.fromkeys((r["name"], r["method"], r["device"]) for r in rows)

@@ -207,8 +207,8 @@ def text(results: Path = RESULTS) -> str:
         "What they were chosen from": TABLES["choice"](results=results),
         "Where we and the papers lie apart": causes(results),
         "Figures": "`python -m experiments figure NAME` draws one, as PNG and SVG.\n\n" + pictures(),
-        "Runs trained again": "In the seeded mode, from the command `python -m experiments again NAME`.\n\n"
-        + again_table(results),
+        "Runs trained again": "In the seeded mode, by `python -m experiments again NAME`. Where the commits "
+        "differ, so may the order in which the engine adds.\n\n" + again_table(results),
         "Not run": missing(results),
         "Commands": sources(results),
     }

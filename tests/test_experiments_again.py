@@ -28,3 +28,4 @@ def test_a_run_on_the_cpu_is_the_same_to_the_last_digit_and_a_changed_file_is_fo
     assert [r["examples_apart"] for r in again.again("adult", seed=1, results=tmp_path, rows=1)] == [0, 0, 2]
     assert "| adult, PSAC | cpu | 2 | 2 of 9 | 1 of 2 | abc and abc |" in again.again_table(tmp_path)
     assert "| adult, Abadi | cpu | 1 | 0 of 9 | 1 of 1 | abc and abc |" in again.again_table(tmp_path)
+    assert len({line.count("|") for line in again.again_table(tmp_path).splitlines()}) == 1
