@@ -74,17 +74,45 @@ def test_rows_that_begin_at_multiples_of_eight_are_not_copied():
 
 
 @pytest.mark.parametrize("dropped", [(), (1,), (0, 3)])
-def test_products_without_dropped_examples(precision, dropped):
+@pytest.mark.parametrize("hide_left", [False, True])
+def test_products_without_dropped_examples(precision, dropped, hide_left):
     left, right = (torch.randn(4 * 33, k, device="cuda").to(dtype_of(precision)) for k in (72, 200))
     out = torch.zeros(4, dtype=torch.bool, device="cuda")
     out[list(dropped)] = True
     rows = out.repeat_interleave(33)
-    left[rows] = 0
+    weighted, other = (right, left) if hide_left else (left, right)
+    weighted[rows] = 0
     truth = left[~rows].double().mT @ right[~rows].double()
-    right[rows] = float("nan")
-    found = kept_product(left, right, out, torch.float32, precision)
+    clean = kept_product(left, right, torch.zeros_like(out), hide_left, precision)
+    other[rows] = float("nan")
+    before = other.clone()
+    found = kept_product(left, right, out, hide_left, precision)
     assert found.dtype == torch.float32
+    assert torch.equal(found, clean)  # the very same product
     assert (found.double() - truth).norm() <= (1e-3 if precision == "tf32" else 1e-5) * truth.norm()
+    assert torch.equal(other.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["summed", "turned input", "turned output", "pooled"])
+def test_factors_that_lie_otherwise_in_memory(precision, kind):
+    """Expanded and transposed gradients and inputs, one record of them bad."""
+    torch.manual_seed(0)
+    model = nn.Linear(24, 80).cuda().to(dtype_of(precision))
+    shape = {"turned input": (24, 6), "pooled": (6, 40, 24)}.get(kind, (6, 24))
+    x = torch.randn(shape, device="cuda").to(dtype_of(precision))
+    x = x.T if kind == "turned input" else x
+    x[2] = float("nan")
+
+    def loss(m, batch):
+        out = m(batch.to(m.weight.dtype))
+        out = out.T.square().sum(0) if kind == "turned output" else out.flatten(1).sum(1)
+        return out.double() if m.weight.dtype == torch.float64 else out.float()
+
+    out = cw.clipped_sum(model, loss, x, cw.AutoV(), 1.0)
+    truth = cw.clipped_sum(model.double(), loss, x[[0, 1, 3, 4, 5]].double(), cw.AutoV(), 1.0)
+    near = 1e-4 if precision == "exact" else 0.1
+    for name, value in truth.grads.items():
+        assert (out.grads[name].double() - value).norm() <= near * value.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

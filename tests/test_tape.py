@@ -556,3 +556,21 @@ def test_one_position_and_padded_positions_give_one_norm():
         found = engine_gradients(model, token_loss, (F.pad(x[:, :1], pad), F.pad(y[:, :1], pad)), 3, paths=paths)
         norms.append(found.norms([("weight",)]))
     torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+
+
+def test_a_parameter_without_axes():
+    """A temperature: its per-example gradient is one number."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return self.line(x) * self.scale
+
+    model, x = Scaled(), torch.randn(5, 4)
+    out = cw.clipped_sum(model, lambda m, b: m(b).square().sum(1), x, cw.Abadi(), 1e9)
+    grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for (name, _), value in zip(model.named_parameters(), grads, strict=True):
+        assert torch.allclose(out.grads[name], value, rtol=1e-4)

@@ -75,19 +75,22 @@ def _(left: Tensor, *others: object) -> Tensor:
 @torch.library.custom_op(
     "clipwise::kept_product",
     mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor dropped, str precision) -> Tensor",
+    schema="(Tensor left, Tensor right, Tensor dropped, bool hide_left, str precision) -> Tensor",
 )
-def _kept_product(left: Tensor, right: Tensor, dropped: Tensor, precision: Any) -> Tensor:
-    from .kernels_cuda import product_without_
+def _kept_product(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Any) -> Tensor:
+    from .kernels_cuda import move_rows
     from .products import product
 
+    hidden = left if hide_left else right
+    spare = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    move_rows(hidden, spare, dropped, back=False)
     out = product(left.mT, right, torch.float32, precision)
-    product_without_(out, left, right, dropped, precision == "tf32")
+    move_rows(hidden, spare, dropped, back=True)
     return out
 
 
 @_kept_product.register_fake
-def _(left: Tensor, right: Tensor, dropped: Tensor, precision: Any) -> Tensor:
+def _(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Any) -> Tensor:
     return left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
 
 

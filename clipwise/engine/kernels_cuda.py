@@ -1,6 +1,6 @@
 """Triton kernels: Gram sums that never write a T×T matrix, the bound made of them, and sums over positions.
 
-Imported on a GPU only, by the ops of products.py.
+Imported on a GPU only, by cuda_ops.py.
 """
 
 # mypy: ignore-errors
@@ -251,63 +251,27 @@ def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 @triton.jit
-def _product_without(
-    left,
-    right,
-    dropped,
-    out,
-    rows,
-    p,
-    d,
-    examples,
-    positions,
-    along_left,
-    along_right,
-    EXAMPLES: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of leftᵀ·right without the rows of dropped examples; nothing at all if there are none."""
-    some = tl.zeros([], tl.int32)
-    for k in range(0, examples, EXAMPLES):
-        n = k + tl.arange(0, EXAMPLES)
-        some += tl.sum(tl.load(dropped + n, n < examples, other=0).to(tl.int32))
-    if some > 0:
-        m, n = tl.program_id(0) * P + tl.arange(0, P), tl.program_id(1) * D + tl.arange(0, D)
-        total = tl.zeros([P, D], tl.float32)
-        for k in range(0, rows, DEPTH):
-            row = k + tl.arange(0, DEPTH)
-            read = (row < rows) & (tl.load(dropped + row // positions, row < rows, other=1) == 0)
-            place = row.to(tl.int64)
-            a = tl.load(left + place[:, None] * along_left + m[None, :], read[:, None] & (m < p)[None, :], other=0.0)
-            b = tl.load(right + place[:, None] * along_right + n[None, :], read[:, None] & (n < d)[None, :], other=0.0)
-            total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-        place = out + m.to(tl.int64)[:, None] * d + n[None, :]
-        tl.store(place, total, (m < p)[:, None] & (n < d)[None, :])
+def _move_rows(x, spare, dropped, positions, width, along, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of one dropped example to `spare`, and zeros in their place; or back. Nothing for all the others."""
+    example = tl.program_id(0)
+    if tl.load(dropped + example) != 0:
+        for t in range(tl.program_id(1), positions, tl.num_programs(1)):
+            row = (example * positions + t).to(tl.int64)
+            for k in range(0, width, BLOCK):
+                n = k + tl.arange(0, BLOCK)
+                here, there = x + row * along + n, spare + row * width + n
+                if BACK:
+                    tl.store(here, tl.load(there, n < width), n < width)
+                else:
+                    tl.store(there, tl.load(here, n < width), n < width)
+                    tl.store(here, tl.zeros([BLOCK], x.dtype.element_ty), n < width)
 
 
-def product_without_(out: Tensor, left: Tensor, right: Tensor, dropped: Tensor, tf32: bool) -> None:
-    """`out`, leftᵀ·right, made anew without the rows of dropped examples, if there are any: they may hold NaN."""
-    (rows, p), d, examples = left.shape, right.shape[1], len(dropped)
-    _product_without[(triton.cdiv(p, 64), triton.cdiv(d, 64))](
-        left,
-        right,
-        dropped.view(torch.uint8),
-        out,
-        rows,
-        p,
-        d,
-        examples,
-        rows // examples,
-        left.stride(0),
-        right.stride(0),
-        min(1024, triton.next_power_of_2(examples)),
-        64,
-        64,
-        32,
-        "tf32" if tf32 else "ieee",
-        num_warps=4,
-        num_stages=3,
+def move_rows(x: Tensor, spare: Tensor, dropped: Tensor, back: bool) -> None:
+    """Rows [b·t, n] of dropped examples [b] are hidden in `spare`, or put back."""
+    assert x.stride(1) == 1
+    assert x.stride(0) >= x.shape[1]
+    examples, positions = len(dropped), len(x) // max(len(dropped), 1)
+    _move_rows[(examples, min(positions, 16))](
+        x, spare, dropped.view(torch.uint8), positions, x.shape[1], x.stride(0), back, 1024, num_warps=4
     )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contributions import Contribution, Outer
-from .ops import Call, OpRule
+from .ops import OP_RULES, Call, OpRule
 from .static import is_static
 
 _TO = 8
@@ -23,11 +23,13 @@ _WIDE = 1024  # outputs from which it is worth it
 _WHERE = frozenset({"cuda"})
 
 
-def padded_linear(func: Any, values: Mapping[str, Any]) -> tuple[Tensor | None, int | None]:
+def padded_linear(rule: OpRule, values: Mapping[str, Any]) -> tuple[Tensor | None, int | None]:
     """The output with more columns than are real, and how many are; None where the op is to run as it is."""
-    if func is not F.linear or not is_static():
+    if rule is not OP_RULES[F.linear] or not is_static():  # a rule of the user's own sees what it expects
         return None, None
     x, weight, bias = values["input"], values["weight"], values.get("bias")
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return None, None
     more = -weight.shape[0] % _TO
     if x.device.type not in _WHERE or x.dtype == torch.float64 or not more or weight.shape[0] < _WIDE:
         return None, None

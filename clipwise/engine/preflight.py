@@ -110,11 +110,17 @@ def preflight(
             return rig.compared(records)
 
     paths = {} if paths is None else paths
+    on_gpu = any(p.device.type == "cuda" for p in model.parameters())
+    known: Paths = {} if on_gpu else paths  # tensor cores have other paths than float64
     if (copied := _double(model)) is not None:
         try:
-            report = check(copied, _as_double, 1e-5, paths)
+            report = check(copied, _as_double, 1e-5, known)
             _move(copied)
-            check(copied, _as_double, 1e-5, paths, 0.02)
+            check(copied, _as_double, 1e-5, known, 0.02)
+            if on_gpu and engine != "vmap":
+                fixing = _Rig(model, loss_fn, collated, engine, op_rules, paths, 1.0)
+                with _untouched(model, 0.98):
+                    fixing.gradients(collated(records), len(records))
             return report
         except CrossExampleOp:
             raise

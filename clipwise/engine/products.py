@@ -89,21 +89,26 @@ def select(x: Tensor, keep: Tensor, own: bool = False) -> Tensor:
 
 def aligned(x: Tensor, to: int = 8) -> Tensor:
     """[b, g, t, n] in rows that begin at multiples of `to`, padded with zeros if need be: others take slow ways."""
-    apart = x.stride(2) % to == 0 and x.stride(0) % to == 0 and x.storage_offset() % to == 0
-    if x.stride(3) == 1 and apart and (x.shape[1] == 1 or x.is_contiguous()):
+    b, g, t, n = x.shape
+    rows = [x.stride(axis) for axis, size in ((0, b), (2, t)) if size > 1]
+    apart = all(stride % to == 0 and stride >= n for stride in rows) and x.storage_offset() % to == 0
+    if x.stride(3) == 1 and apart and (g == 1 or x.is_contiguous()):
         return x
-    return F.pad(x, (0, -x.shape[3] % to)).contiguous()
+    return F.pad(x, (0, -n % to)).contiguous()
 
 
-def kept_product(left: Tensor, right: Tensor, dropped: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
-    """leftᵀ @ right over rows [b·t, ·]; one factor is 0 in the rows of dropped examples [b], the other may hold NaN."""
-    if left.device.type == "cuda" and dtype == torch.float32:
-        if precision == "exact":
-            left, right = left.float(), right.float()
-        found: Tensor = torch.ops.clipwise.kept_product(left, right, dropped, precision)
-        return found
-    keep = (~dropped).repeat_interleave(len(left) // len(dropped))
-    return product(select(left, keep).mT, select(right, keep), dtype, precision)
+def kept_product(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Precision) -> Tensor:
+    """leftᵀ @ right over rows [b·t, ·] on a GPU, in float32, without the rows of dropped examples [b].
+
+    Those of one factor are 0 already; those of the other one (`hide_left` says which) may hold NaN. They are put aside
+    while the product runs, and nothing is done where none is dropped: the product is the same one, of the same kernel,
+    so that what the others add up to does not change by a digit.
+    """
+    if precision == "exact":
+        left, right = left.float(), right.float()
+    left, right = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (left, right))
+    found: Tensor = torch.ops.clipwise.kept_product(left, right, dropped, hide_left, precision)
+    return found
 
 
 def has_kernel(x: Tensor) -> bool:

@@ -117,7 +117,7 @@ def small(grads: Sequence[Reduced | None]) -> list[list[DenseGrad]]:
 
 def join(grads: Sequence[DenseGrad]) -> DenseGrad:
     """Side by side, each flat."""
-    return DenseGrad(torch.cat([grad.grad.flatten(1) for grad in grads], dim=1))
+    return DenseGrad(torch.cat([grad.grad.reshape(len(grad.grad), grad.grad[0].numel()) for grad in grads], dim=1))
 
 
 @dataclass(frozen=True)
@@ -154,20 +154,23 @@ class OuterGrad:
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
         left, right = self.uses.left, self.uses.right
-        if left.shape[3] <= right.shape[3]:
+        if weigh_left := left.shape[3] <= right.shape[3]:
             left = self._weighted(left, weights, keep)
         else:
             right = self._weighted(right, weights, keep)
         rows = max(1, _ROWS // left.shape[2])
-        parts = [self._product(*(x[i : i + rows] for x in (left, right, keep))) for i in range(0, len(left), rows)]
+        parts = [
+            self._product(left[i : i + rows], right[i : i + rows], keep[i : i + rows], weigh_left)
+            for i in range(0, len(left), rows)
+        ]
         total = functools.reduce(torch.add, parts)
         p, d = self.uses.size
         return total[..., :p, :d].reshape(self.shape)
 
-    def _product(self, left: Tensor, right: Tensor, keep: Tensor) -> Tensor:
+    def _product(self, left: Tensor, right: Tensor, keep: Tensor, weigh_left: bool) -> Tensor:
         """Of the factors [b, g, t, ·]; the one without weights may hold NaN in rows that are not kept."""
-        if left.shape[1] == 1 and left.device.type == "cuda":
-            return kept_product(left.flatten(0, 2), right.flatten(0, 2), ~keep, self.dtype, self.precision)
+        if left.shape[1] == 1 and left.device.type == "cuda" and self.dtype == torch.float32:
+            return kept_product(left.flatten(0, 2), right.flatten(0, 2), ~keep, not weigh_left, self.precision)
         left, right = (_all_rows(select(x, keep)) for x in (left, right))
         return product(left.mT, right, self.dtype, self.precision)
 
@@ -268,9 +271,8 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             return RowsGrad(merge_rows(rows), shape)
         groups, _, p, d = sides[0]
         if name not in paths:
-            first = products[0]
-            precision = precision_of(first.left, _right(first))
-            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, first.left.device, precision)
+            device = products[0].left.device
+            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, device, _precision(products))
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
             grad = _outer(products, shape, paths[name])
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
@@ -293,14 +295,20 @@ def _as_multiplied(use: Outer | Unfolded) -> Outer | Unfolded:
     return replace(use, left=cut(use.left), right=cut(use.right))
 
 
+def _precision(uses: Sequence[Outer | Unfolded]) -> Precision:
+    """That of all uses, or exact."""
+    found = {precision_of(use.left, _right(use)) for use in uses}
+    return found.pop() if len(found) == 1 else "exact"
+
+
 def _right(use: Outer | Unfolded) -> Tensor:
     return use.input if isinstance(use, Unfolded) else use.right
 
 
 def _outer(uses: Sequence[Outer | Unfolded], shape: tuple[int, ...], path: Path) -> OuterGrad:
-    precision = precision_of(uses[0].left, _right(uses[0]))
+    precision = _precision(uses)
     merged = merge_outer([u.outer() if isinstance(u, Unfolded) else u for u in uses])
     if precision == "exact":
         return OuterGrad(merged, shape, path.wide, path.single)
     lined = Outer(aligned(merged.left), aligned(merged.right), merged.size)
-    return OuterGrad(lined, shape, path.wide, path.single, precision)
+    return OuterGrad(lined, shape, False, path.single, precision)  # tensor cores sum in float32, whatever a path says

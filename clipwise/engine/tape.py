@@ -238,7 +238,7 @@ class Tape(TorchFunctionMode):
         values = {n: targets[n].value if n in targets else x for n, x in given.items()}
         call = Call(name, values, frozenset(targets), self.size)
         rule.check(call)
-        wide, columns = padded_linear(func, values)
+        wide, columns = padded_linear(rule, values)
         out = func(*self._with(args, "value"), **self._with(kwargs, "value")) if wide is None else wide
         if out.dim() == 0 or out.shape[0] % self.size:
             raise UnsupportedOp(
