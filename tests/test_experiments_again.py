@@ -10,8 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from experiments import again, runs
 
-pytest_plugins = ["experiments_data"]
-
 
 def test_a_run_on_the_cpu_is_the_same_to_the_last_digit_and_a_changed_file_is_found_out(made, tmp_path, monkeypatch):
     monkeypatch.setenv("CLIPWISE_COMMIT", "abc")

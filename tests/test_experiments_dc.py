@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from experiments import causes, datasets, dc_tables, figures, models, papers, recipes, report, sweeps
 
-pytest_plugins = ["experiments_data"]
-
 
 def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
     base = recipes.RECIPES["mnist_dc"]

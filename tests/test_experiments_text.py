@@ -13,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from experiments import datasets, decoder, e2e, images, losses, overlap, recipes, sentences, tables
 
-pytest_plugins = ["experiments_data"]
-
 TEXTS = ["xname is a cheap pub near xnear .", "the food is good and cheap", "a pub"]
 REFERENCES = [
     ["xname is a pub near xnear .", "xname , near xnear , is a cheap pub ."],

@@ -28,8 +28,6 @@ from experiments import (
     tables,
 )
 
-pytest_plugins = ["experiments_data"]
-
 
 def test_every_layout_is_read(made):
     shapes = {name: [tuple(x.shape) for x in datasets.load(name).train] for name in datasets.LOADERS}

@@ -16,9 +16,14 @@ _BLOCK = 16  # channels that one kernel works on: for any other number another k
 
 
 def depthwise_gradient(
-    x: Tensor, grad: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+    x: Tensor,
+    grad: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    padding: tuple[int, ...] | int = 0,
 ) -> Tensor:
-    """[n, c, *in] (padded) and [n, p, *out] → [n, p, 1, *kernel], in float32 or wider. Filter j reads channel j·c // p.
+    """[n, c, *in] and [n, p, *out] → [n, p, 1, *kernel], in float32 or wider. Filter j reads channel j·c // p.
 
     >>> import torch
     >>> x, grad = torch.ones(1, 1, 3), torch.tensor([[[1.0, 2.0]]])
@@ -36,6 +41,7 @@ def depthwise_gradient(
         inputs.reshape(1, rows + more, *x.shape[2:]),
         filters_of.reshape((rows + more) * each, 1, *grad.shape[2:]),
         stride=dilation,
+        padding=padding,
         dilation=stride,
         groups=rows + more,
     )

@@ -91,11 +91,11 @@ def _linear(call: Call, grad: Tensor) -> Uses:
 
 
 def _addmm(call: Call, grad: Tensor) -> Uses:
-    g = call.batch_major(grad, 1)
+    g, v = call.batch_major(grad, 1), call.values
     if "mat2" in call.trained:
-        yield "mat2", _outer(call.batch_major(call.values["mat1"], 1) * call.values.get("alpha", 1), g)
+        yield "mat2", _outer(call.batch_major(v["mat1"], 1) * v.get("alpha", 1), g)
     if "input" in call.trained:
-        yield "input", _bias(_total(g) * call.values.get("beta", 1), call.values["input"])
+        yield "input", _bias(_total(g) * v.get("beta", 1), v["input"])
 
 
 def _matmul(call: Call, grad: Tensor) -> Uses:
@@ -183,9 +183,8 @@ def _layer_norm(call: Call, grad: Tensor) -> Uses:
 
 
 def _rms_norm(call: Call, grad: Tensor) -> Uses:
-    return _trailing(
-        call, grad, F.rms_norm(call.values["input"], call.values["normalized_shape"], eps=call.values.get("eps"))
-    )
+    v = call.values
+    return _trailing(call, grad, F.rms_norm(v["input"], v["normalized_shape"], eps=v.get("eps")))
 
 
 def _per_channel(call: Call, x: Tensor) -> Tensor:
@@ -274,15 +273,17 @@ def _conv(call: Call, grad: Tensor) -> Uses:
     if "bias" in call.trained:
         yield "bias", Dense(_per_channel(call, grad))
     if "weight" in call.trained:
-        weight, groups = call.values["weight"], call.values.get("groups", 1)
-        kernel, copies = tuple(weight.shape[2:]), grad.shape[0] // call.size
-        dims, width = len(kernel), weight[0].numel()
-        padded = _padded(call.values["input"], kernel, call)
+        weight, groups, copies = call.values["weight"], call.values.get("groups", 1), grad.shape[0] // call.size
+        kernel, dims, width = tuple(weight.shape[2:]), weight.dim() - 2, weight[0].numel()
+        x, padding = call.values["input"], call.values.get("padding", 0)
         if weight.shape[1] == 1 and grad.device.type == "cpu":
             stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
-            made = depthwise_gradient(padded, grad, kernel, stride, dilation)
+            given, pad = (_padded(x, kernel, call), 0) if isinstance(padding, str) else (x, padding)
+            made = depthwise_gradient(given, grad, kernel, stride, dilation, pad)
             yield "weight", Dense(made if copies == 1 else made.unflatten(0, (-1, copies)).sum(1))
             return
+
+        padded = _padded(x, kernel, call)
 
         def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
             return x if copies == 1 else x.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
