@@ -232,6 +232,17 @@ def test_08_padding_tokens():
     assert (out.grads["weight"][0] == 0).all()
 
 
+def test_02_biases_and_scales_count_in_the_norm():
+    """Their gradients are put side by side; with zeros for input they are all that there is."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0]))
+    out = cw.clipped_sum(model, lambda m, x: 1e3 * m(x).sum(1), torch.zeros(1, 3), cw.Abadi(), 1.0)
+    truth = torch.autograd.grad(1e3 * model(torch.zeros(1, 3)).sum(), list(model.parameters()))
+    assert float(out.norms[0]) >= float(torch.cat([g.flatten() for g in truth]).norm()) * (1 - 1e-6)
+    assert float(torch.cat([g.flatten() for g in out.grads.values()]).double().norm()) <= out.sensitivity
+
+
 def test_02_copies_of_one_record_at_the_clip_norm():
     """Nothing may jump with a norm: its last digits depend on who else is in the batch."""
     for rule in RULES:
