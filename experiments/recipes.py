@@ -45,6 +45,8 @@ class Recipe:
     r: float = 0.1  # of PSAC
     gamma: float = 0.01  # of AUTO-S
     percentile: float = 0.5  # of DC-SGD-P
+    bins: int = 20  # of DC-SGD's histograms
+    histogram_noise: float = 0.0  # of each bin; 0 leaves it to σ, as the paper does
     copies: int = 1  # augmented views per example, averaged before clipping
     ema: float = 0.0  # share that the averaged weights keep at every step
     flip: bool = True
@@ -125,8 +127,14 @@ METHODS: dict[str, Callable[[Recipe], dict[str, Any]]] = {
     "auto-v": lambda c: {"rule": cw.AutoV(), "threshold": cw.FixedThreshold(c.clip_norm)},
     "abadi": lambda c: {"rule": cw.Abadi(), "threshold": cw.FixedThreshold(c.clip_norm)},
     "quantile": lambda c: {"rule": cw.Abadi(), "threshold": cw.QuantileThreshold(0.5, initial=c.clip_norm)},
-    "dc-sgd-p": lambda c: {"rule": cw.Abadi(), "threshold": cw.PercentileThreshold(c.percentile, initial=c.clip_norm)},
-    "dc-sgd-e": lambda c: {"rule": cw.Abadi(), "threshold": cw.MinErrorThreshold(c.clip_norm)},
+    "dc-sgd-p": lambda c: {
+        "rule": cw.Abadi(),
+        "threshold": cw.PercentileThreshold(c.percentile, c.clip_norm, c.bins, c.histogram_noise or None),
+    },
+    "dc-sgd-e": lambda c: {
+        "rule": cw.Abadi(),
+        "threshold": cw.MinErrorThreshold(c.clip_norm, c.bins, c.histogram_noise or None),
+    },
 }
 NON_PRIVATE = "non-private"
 

@@ -49,6 +49,45 @@ def fixed() -> list[Point]:
     return [(t, m, {"epsilon": e} | change) for t, e in tasks.items() for m, change in changes]
 
 
+GRID_RATES = tuple(2**i * 1e-5 for i in (4, 6, 8, 10, 12, 14))
+GRID_NORMS = (0.1, 0.5, 1.0, 4.0, 10.0)
+
+
+def rates_and_norms() -> list[Point]:
+    """D figure 1: Abadi over the learning rate and C, at 5 epochs on MNIST; what has no C to choose, over the rate."""
+    same = {"epsilon": 1.0, "epochs": 5}
+    return [
+        *(("mnist_dc", "abadi", same | {"lr": e, "clip_norm": c}) for c in GRID_NORMS for e in GRID_RATES),
+        *(("mnist_dc", m, same | {"lr": e}) for m in ("dc-sgd-e", "psac") for e in GRID_RATES),
+    ]
+
+
+DC_KNOBS: dict[str, tuple[float, ...]] = {
+    "clip_norm": (0.01, 0.1, 1.0, 10.0, 100.0),  # the first one
+    "bins": (5, 10, 20, 40),
+    "histogram_noise": (2.0, 5.0, 10.0, 20.0),
+    "percentile": (0.3, 0.5, 0.7, 0.9),
+}
+DC_USUAL = {"clip_norm": 1.0, "bins": 20, "histogram_noise": 5.0, "percentile": 0.5}
+
+
+def knob_settings(knob: str, value: float) -> dict[str, Any]:
+    """Of MNIST at ε = 1 with one knob of DC-SGD turned; at its usual value that is the row of table VIII."""
+    return {"epsilon": 1.0} | ({} if value == DC_USUAL[knob] else {knob: value})
+
+
+def dc_knobs() -> list[Point]:
+    """DC-SGD on MNIST with one knob turned at a time."""
+    return [
+        ("mnist_dc", method, knob_settings(knob, value))
+        for knob, values in DC_KNOBS.items()
+        for method in ("dc-sgd-e", "dc-sgd-p")
+        if (method, knob) != ("dc-sgd-e", "percentile")
+        for value in values
+        if value != DC_USUAL[knob]
+    ]
+
+
 NAMES_CHANGES: dict[str, dict[str, Any]] = {
     "the state after the padding, not after the last letter": {"model": "lstm-padding"},
     "letters one-hot, not embedded": {"model": "lstm-one-hot"},
@@ -123,6 +162,7 @@ def choice() -> list[Point]:
 
 SWEEPS = {
     "P4": heatmap,
+    "D1": rates_and_norms,
     "D2": paid_for,
     "D4": fixed,
     "D8": dc_sgd,
@@ -133,6 +173,7 @@ SWEEPS = {
     "best": best,
     "choice": choice,
     "percentiles": percentiles,
+    "knobs": dc_knobs,
 }
 
 

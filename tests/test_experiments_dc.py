@@ -29,6 +29,18 @@ def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
     assert {p[2]["searched"] for p in points} == {len(points)}
 
 
+def test_every_knob_of_dc_sgd_reaches_its_threshold():
+    changed = recipes.RECIPES["mnist_dc"].changed({"bins": "7", "histogram_noise": "9", "clip_norm": "3"})
+    for method in ("dc-sgd-e", "dc-sgd-p"):
+        found = recipes.METHODS[method](changed)["threshold"]
+        assert (found.bins, found.histogram_noise, found.initial) == (7, 9.0, 3.0)
+        assert recipes.METHODS[method](recipes.RECIPES["mnist_dc"])["threshold"].histogram_noise is None
+    turned = sweeps.dc_knobs()
+    assert all(len(settings) == 2 for _, _, settings in turned)
+    assert ("mnist_dc", "dc-sgd-p", {"epsilon": 1.0, "percentile": 0.9}) in turned
+    assert len({str(point) for point in turned}) == len(turned) == 2 * (4 + 3 + 3) + 3
+
+
 def test_names_lstm_reads_the_state_it_is_told_to():
     torch.manual_seed(0)
     name = torch.tensor([[3, 4, 0, 0], [3, 4, 5, 6]])
