@@ -62,6 +62,7 @@ def main() -> None:
     run.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings of a recipe")
     for one in (run, sweep):
         one.add_argument("--seeds", type=int, default=1)
+        one.add_argument("--first", type=int, default=0, help="leave out the seeds before this one")
         one.add_argument("--device", default="cpu")
         one.add_argument("--jobs", type=int, default=1, help="runs at the same time, on one device")
         one.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
@@ -88,7 +89,7 @@ def main() -> None:
         else:
             settings = dict(part.partition("=")[::2] for part in given.set)
             jobs = runs.jobs_of(given.name, given.rule, given.seeds, given.device, settings, compiled)
-        runs.run(jobs, given.jobs, given.results)
+        runs.run([job for job in jobs if job.seed >= given.first], given.jobs, given.results)
     elif given.kind == "merge":
         runs.merge(given.folder)
     elif given.kind == "again":

@@ -8,7 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import again, runs
+from experiments import again, recipes, runs
+from experiments.__main__ import main
 
 
 def test_a_run_on_the_cpu_is_the_same_to_the_last_digit_and_a_changed_file_is_found_out(made, tmp_path, monkeypatch):
@@ -27,3 +28,13 @@ def test_a_run_on_the_cpu_is_the_same_to_the_last_digit_and_a_changed_file_is_fo
     assert "| adult, PSAC | cpu | 2 | 2 of 9 | 1 of 2 | abc and abc |" in again.again_table(tmp_path)
     assert "| adult, Abadi | cpu | 1 | 0 of 9 | 1 of 1 | abc and abc |" in again.again_table(tmp_path)
     assert len({line.count("|") for line in again.again_table(tmp_path).splitlines()}) == 1
+
+
+def test_seeds_before_the_first_are_left_out(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        recipes.RECIPES, "adult", recipes.RECIPES["adult"].changed({"epochs": 1, "batch_size": 4, "epsilon": 50.0})
+    )
+    given = ["run", "adult", "--rule", "non-private", "--seeds", "3", "--first", "2", "--results", str(tmp_path / "r")]
+    monkeypatch.setattr(sys, "argv", ["experiments", *given])
+    main()
+    assert [row["seed"] for row in runs.rows_of("adult", tmp_path / "r")] == [2]
