@@ -106,10 +106,8 @@ def _rows(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, 
 
 def merge(source: Path, folder: Path = RESULTS) -> None:
     """Rows of result files made elsewhere, added to those of `folder` which lack them."""
-    for path in sorted(source.glob("*.json")):
+    for path in sorted(p for p in source.glob("*.json") if p.stem in RECIPES):
         made, rows = load(path.stem, source), rows_of(path.stem, folder)
-        if path.stem not in RECIPES:
-            continue
         new = [row for row in made["rows"] if not any(_same_run(row, r) for r in rows)]
         save(path.stem, made | {"rows": [*rows, *new]}, folder)
         print(f"{path.stem}: {len(new)} new rows")

@@ -38,3 +38,16 @@ def test_seeds_before_the_first_are_left_out(made, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["experiments", *given])
     main()
     assert [row["seed"] for row in runs.rows_of("adult", tmp_path / "r")] == [2]
+
+
+def test_merging_leaves_files_that_are_no_recipes_alone(tmp_path):
+    row = {"method": "psac", "seed": 0, "settings": {}, "device": "cpu"}
+    for folder, names in (("elsewhere", ("adult", "bound")), ("here", ("bound",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            content = {"rows": [row]} if name == "adult" else {"curves": [folder]}
+            (tmp_path / folder / f"{name}.json").write_text(json.dumps(content))
+    for _ in range(2):
+        runs.merge(tmp_path / "elsewhere", tmp_path / "here")
+    assert runs.rows_of("adult", tmp_path / "here") == [row]
+    assert json.loads((tmp_path / "here" / "bound.json").read_text()) == {"curves": ["here"]}
