@@ -80,8 +80,8 @@ def dc_knobs() -> list[Point]:
     """DC-SGD on MNIST with one knob turned at a time."""
     return [
         ("mnist_dc", method, knob_settings(knob, value))
-        for knob, values in DC_KNOBS.items()
         for method in ("dc-sgd-e", "dc-sgd-p")
+        for knob, values in DC_KNOBS.items()
         if (method, knob) != ("dc-sgd-e", "percentile")
         for value in values
         if value != DC_USUAL[knob]
@@ -131,9 +131,17 @@ def glue() -> list[Point]:
     return [("sst2", m, {"epsilon": e}) for e in (3.0, 8.0) for m in methods] + [("sst2", "non-private", {})]
 
 
+COPIES = (1, 2, 4, 8)
+
+
+def copies_settings(copies: int) -> dict[str, Any]:
+    """Several moved views of each example, without mirrors: digits would change their meaning; 10 epochs."""
+    return {"epochs": 10} | ({"copies": copies, "flip": False} if copies > 1 else {})
+
+
 def copies() -> list[Point]:
-    """What several moved views of each example bring, without mirrors: digits would change their meaning."""
-    return [("mnist", "psac", {"copies": k, "flip": False}) for k in (2, 4, 8)]
+    """What several views of each example bring on MNIST."""
+    return [("mnist", "psac", copies_settings(k)) for k in COPIES]
 
 
 BEST = ("mnist_best", "fashion_mnist_best", "cifar10_best")
