@@ -43,6 +43,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "bound": analysis.bound,
     "mixture": analysis.mixture,
     "automatic": theory.automatic,
+    "bound_parts": theory.bound_parts,
     "similarity": similarity.similarity,
 }
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .norm_figures import clipped_figure, norm_figure, product_figure
-from .paint import COLORS, LINES, panels
+from .dc_figures import level_figure, paid_figure
+from .norm_figures import clipped_figure, norm_figure, product_figure, rule_figure
+from .paint import COLORS, LINES, heatmap, panels
 from .papers import LABELS
 from .results_io import RESULTS, load
 from .sweeps import KNOBS, RATES
 from .tables import heatmap_cells
-from .theory_figures import automatic_figure, bound_figure, lazy_figure, mixture_figure
+from .theory_figures import automatic_figure, bound_figure, lazy_figure, mixture_figure, parts_figure
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 
@@ -95,11 +96,7 @@ def heatmap_figure(found: dict[str, Any]) -> Any:
     for axis, (method, (knob, values)) in zip(axes, KNOBS.items(), strict=True):
         cells = heatmap_cells(found["rows"], method)
         grid = [[cells.get((rate, value), float("nan")) for value in values] for rate in RATES]
-        axis.imshow(grid, origin="lower", cmap="viridis", vmin=30, vmax=90, aspect="auto")
-        for i, row in enumerate(grid):
-            for j, value in enumerate(row):
-                color = "white" if value < 65 else "black"
-                axis.text(j, i, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
+        heatmap(axis, grid, low=30, high=90)
         axis.set(title=LABELS[method], xlabel=signs[knob])
         axis.set_xticks(range(len(values)), [f"{v:.0e}" if v < 0.01 else f"{v:g}" for v in values], fontsize=8)
         axis.set_yticks(range(len(RATES)), [f"{v:g}" for v in RATES])
@@ -189,10 +186,16 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "P6": ("bias", norm_figure),
     "P_bound": ("bound", bound_figure),
     "A6": ("automatic", automatic_figure),
+    "A7": ("bound_parts", parts_figure),
     "A12": ("mixture", mixture_figure),
     "A2": ("similarity", product_figure),
     "A13": ("similarity", clipped_figure),
+    "A4": ("similarity", rule_figure),
     "clipped_mnist": ("bias", clipped_figure),
+    "levels_mnist": ("mnist_dc", level_figure),
+    "levels_names": ("names_dc", level_figure),
+    "paid_mnist": ("mnist_dc", paid_figure),
+    "paid_names": ("names_dc", paid_figure),
     "dc_mnist": ("mnist_dc", threshold_figure),
     "dc_names": ("names_dc", threshold_figure),
     "dc_cifar10": ("cifar10_dc", threshold_figure),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .paint import COLORS, panels
+from .paint import COLORS, LINES, panels
 
 
 def by_norm(norms: Sequence[float], cosines: Sequence[float], bins: int = 8) -> list[tuple[float, float]]:
@@ -79,5 +79,36 @@ def product_figure(found: dict[str, Any]) -> Any:
         axis.set(xlabel="product with the direction of the mean gradient", title=f"gradient {name}")
     left.set_ylabel("share of examples below")
     left.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.suptitle(_title(found), y=1.02)
+    return figure
+
+
+def after(norms: Sequence[float]) -> dict[str, list[float]]:
+    """What each rule with C = 1 makes of norms."""
+    import torch
+
+    from .analysis import CURVES
+
+    given = torch.tensor(norms, dtype=torch.float64)
+    return {name: (given * weights(given)).tolist() for name, weights in CURVES.items()}
+
+
+def rule_figure(found: dict[str, Any]) -> Any:
+    """A figure 4, on SST-2: norms of examples' gradients, and what each rule makes of them."""
+    figure, (left, right) = panels(2)
+    figure.subplots_adjust(wspace=0.28)
+    edges = [10 ** (k / 6) for k in range(-8, 14)]
+    for color, part in zip(COLORS, found["examples"], strict=True):
+        small = sum(n < 1 for n in part["norms"]) / len(part["norms"])
+        label = f"step {part['step']}: {small:.0%} below 1"
+        left.hist(part["norms"], edges, histtype="step", color=color, lw=1.4, label=label)
+    norms = sorted(found["examples"][-1]["norms"])
+    for color, (name, values) in zip(LINES, after(norms).items(), strict=False):
+        right.plot(norms, values, ".-", ms=3, lw=0.8, color=color, label=name)
+    left.set(xscale="log", xlabel="norm of an example's gradient", ylabel="examples")
+    right.set(xscale="log", xlabel="norm before", ylabel="norm after, C = 1", ylim=(0, 1.05))
+    right.set_title(f"step {found['examples'][-1]['step']}", fontsize=10)
+    left.legend(frameon=False, fontsize=8, loc="upper left")
+    right.legend(frameon=False, fontsize=8)
     figure.suptitle(_title(found), y=1.02)
     return figure

@@ -76,14 +76,18 @@ def knob_settings(knob: str, value: float) -> dict[str, Any]:
     return {"epsilon": 1.0} | ({} if value == DC_USUAL[knob] else {knob: value})
 
 
+def knobs_of(method: str) -> list[str]:
+    """DC-SGD-E has no percentile."""
+    return [knob for knob in DC_KNOBS if (method, knob) != ("dc-sgd-e", "percentile")]
+
+
 def dc_knobs() -> list[Point]:
     """DC-SGD on MNIST with one knob turned at a time."""
     return [
         ("mnist_dc", method, knob_settings(knob, value))
         for method in ("dc-sgd-e", "dc-sgd-p")
-        for knob, values in DC_KNOBS.items()
-        if (method, knob) != ("dc-sgd-e", "percentile")
-        for value in values
+        for knob in knobs_of(method)
+        for value in DC_KNOBS[knob]
         if value != DC_USUAL[knob]
     ]
 

@@ -32,11 +32,14 @@ def smooth_bound(x: float, xi: float, gamma: float) -> float:
     return float((xi / _RATIOS + inverse(x, _RATIOS, xi, gamma)).min())
 
 
+def pair(c: Array, r: Array) -> Array:
+    """f(c, r) of theorem 6: what is left of a gradient by two opposite errors, r times as long, at cosine c."""
+    return (1 + r * c) / np.sqrt(r**2 + 2 * r * c + 1) + (1 - r * c) / np.sqrt(r**2 - 2 * r * c + 1)
+
+
 def normalised_bound(x: float, xi: float) -> float:
     """Theorem 6, γ = 0: the least of ξ/r + x / min_c f(c, r) over r < 1."""
-    c, r = _COSINES[:, None], _BELOW[None]
-    f = (1 + r * c) / np.sqrt(r**2 + 2 * r * c + 1) + (1 - r * c) / np.sqrt(r**2 - 2 * r * c + 1)
-    return float((xi / _BELOW + x / f.min(0)).min())
+    return float((xi / _BELOW + x / pair(_COSINES[:, None], _BELOW[None]).min(0)).min())
 
 
 def automatic(points: int = 81) -> dict[str, Any]:
@@ -50,3 +53,34 @@ def automatic(points: int = 81) -> dict[str, Any]:
         ]
         curves.append({"xi": xi, "gamma": 0.0, "bound": [float(f"{normalised_bound(x, xi):.5g}") for x in xs]})
     return {"x": [float(f"{x:.5g}") for x in xs], "curves": curves}
+
+
+def _short(values: Array) -> list[float | None]:
+    return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values]
+
+
+def bound_parts(xi: float = 1.0, gamma: float = 1.0) -> dict[str, Any]:
+    """A figures 7 to 11: M⁻¹ against x, ξ/r + M⁻¹ against r, f(c, r) against c, and the bounds against T."""
+    xs, ratios, steps = np.linspace(0, 2, 201), 1 + np.logspace(-3, 2, 151), np.logspace(2, 12, 41)
+    cosines = np.linspace(0, 1, 101)
+    descents = 1 / np.sqrt(steps)
+    return {
+        "xi": xi,
+        "gamma": gamma,
+        "x": _short(xs),
+        "inverse": {
+            f"{r:g}": _short(np.array([inverse(x, np.array([r]), xi, gamma)[0] for x in xs]))
+            for r in (1.1, 1.5, 2.0, 4.0)
+        },
+        "r": _short(ratios),
+        "sum": {f"{x:g}": _short(xi / ratios + inverse(x, ratios, xi, gamma)) for x in (1e-3, 1e-2, 1e-1)},
+        "c": _short(cosines),
+        "pair": {f"{r:g}": _short(pair(cosines, np.array([r]))) for r in (0.1, 0.5, 0.9, 1.1, 2.0)},
+        "steps": _short(steps),
+        "against_steps": {
+            f"{g:g}": _short(
+                np.array([smooth_bound(x, xi, g) if g else normalised_bound(x, xi) for x in descents.tolist()])
+            )
+            for g in (1.0, 0.01, 0.0)
+        },
+    }

@@ -64,3 +64,26 @@ def automatic_figure(found: dict[str, Any]) -> Any:
     axes[-1].legend(frameon=False, fontsize=8)
     figure.suptitle("A, theorems 4 and 6, without the concave envelope", y=1.02)
     return figure
+
+
+def parts_figure(found: dict[str, Any]) -> Any:
+    """A figures 7 to 11: what the bounds are made of, and how they fall with the number of steps."""
+    figure, axes = panels(4)
+    figure.subplots_adjust(wspace=0.32)
+    curves = (("x", "inverse", "r = "), ("r", "sum", "x = "), ("c", "pair", "r = "), ("steps", "against_steps", "γ = "))
+    for axis, (given, part, sign) in zip(axes, curves, strict=True):
+        for color, (name, values) in zip(LINES, found[part].items(), strict=False):
+            ys = [float("nan") if v is None else v for v in values]
+            axis.plot(found[given], ys, color=color, label=sign + name)
+    steps, last = found["steps"], found["against_steps"]["1"][-1]
+    axes[3].plot(steps, [last * (steps[-1] / t) ** 0.25 for t in steps], "k:", lw=0.9, label="order T^(−1/4)")
+    axes[3].axhline(found["xi"], color="black", lw=0.5)
+    axes[0].set(ylim=(0, 20), xlabel="x", title="M⁻¹(x; r, ξ, γ)")
+    axes[1].set(xscale="log", ylim=(0, 3), xlabel="r", title="ξ/r + M⁻¹: its least is the bound")
+    axes[2].set(xlabel="cosine c", title="f(c, r), for γ = 0", ylim=(0, None))
+    axes[3].set(xscale="log", yscale="log", xlabel="steps T, x = 1/√T", title="the bounds")
+    for axis in axes:
+        axis.legend(frameon=False, fontsize=8)
+    axes[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 1.02))
+    figure.suptitle(f"A, theorems 4 and 6: ξ = {found['xi']:g}, γ = {found['gamma']:g} unless said", y=1.03)
+    return figure
