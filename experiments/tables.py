@@ -12,7 +12,7 @@ from .papers import A4, BEYOND, D8, LABELS, P2, P3, WANTED, Cell
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
-from .sweeps import BEST, KNOBS, RATES, WITHOUT, choice
+from .sweeps import BEST, COPIES, KNOBS, RATES, WITHOUT, choice, copies_settings
 
 
 def tuning_table(results: Path = RESULTS) -> str:
@@ -163,6 +163,18 @@ def choice_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def copies_table(results: Path = RESULTS) -> str:
+    """What several moved views of each example bring."""
+    lines = ["| views | accuracy | n | views − one, pairs |", "|---|---|---|---|"]
+    one = accuracies("mnist", "psac", copies_settings(1), results)
+    for k in COPIES:
+        found = accuracies("mnist", "psac", copies_settings(k), results)
+        pairs = [found[s] - one[s] for s in found if s in one and k > 1]
+        apart = interval(pairs) or ", ".join(f"{v:+.2f}" for v in pairs)
+        lines.append(f"| {k} | {spread(found.values())} | {len(found)} | {apart} |")
+    return "\n".join(lines)
+
+
 def spread(given: Iterable[float]) -> str:
     """Mean and standard deviation."""
     values = list(given)
@@ -197,4 +209,5 @@ TABLES = {
     "adult": partial(papers_table, BEYOND),
     "best": best_table,
     "choice": choice_table,
+    "copies": copies_table,
 }

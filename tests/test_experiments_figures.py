@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import dc_figures, norm_figures, sweeps, theory, theory_figures
+from experiments import causes, dc_figures, norm_figures, report, sweeps, tables, theory, theory_figures
 
 
 def row(method, settings, accuracy, seed=0, device="cpu"):
@@ -85,3 +86,57 @@ def test_rules_shorten_norms_to_one_at_most():
     left, right = norm_figures.rule_figure({"title": "made", "rows": 4, "examples": parts}).axes
     assert left.get_legend().get_texts()[0].get_text() == "step 0: 50% below 1"
     assert len(right.lines) == len(found)
+
+
+def written(folder, name, rows):
+    (folder / f"{name}.json").write_text(json.dumps({"rows": rows}))
+
+
+def test_claims_about_knobs_are_decided_by_how_far_accuracy_moves(tmp_path):
+    assert {claim.verdict for claim in report.turned(tmp_path)} == {"not run"}
+    rates = {e: i for i, e in enumerate(sweeps.GRID_RATES)}
+    rows = [
+        row(m, s, 0.5 + 0.05 * rates[s["lr"]] + 0.001 * s.get("clip_norm", 0)) for _, m, s in sweeps.rates_and_norms()
+    ]
+    rows.append(row("dc-sgd-e", {"epsilon": 1.0}, 0.95))
+    rows += [row(m, s, 0.92 if "bins" in s else 0.949) for _, m, s in sweeps.dc_knobs()]
+    written(tmp_path, "mnist_dc", rows)
+    grid, first, bins, noise = report.turned(tmp_path)
+    assert grid.found == "mean spread 1.0 points over C (1.0 at the best rate), 25.0 over the rate; one seed"
+    assert [c.verdict for c in (grid, first, bins, noise)] == [report.FAILS, report.HOLDS, report.FAILS, report.HOLDS]
+    assert first.found == "0.10 points from 0.01 to 100; one seed"
+
+
+def test_views_are_compared_seed_by_seed(tmp_path):
+    rows = [row("psac", sweeps.copies_settings(k), 0.9 + k / 1000 + s / 100, s) for k in (1, 4) for s in range(3)]
+    written(tmp_path, "mnist", rows)
+    assert report.views(tmp_path).found == "+0.30 ± 0.00 (n = 3)"
+    table = tables.copies_table(tmp_path)
+    assert "| 1 | 91.10 ± 1.00 | 3 |  |" in table
+    assert "| 4 | 91.40 ± 1.00 | 3 | +0.30 ± 0.00 |" in table
+    assert "| 8 | not run | 0 |  |" in table
+
+
+def test_methods_with_few_seeds_are_named(tmp_path):
+    rows = [row("abadi", {"epsilon": 8.0}, 0.5, s, "cuda") for s in range(3)]
+    written(tmp_path, "cifar10_dc", [*rows, row("dc-sgd-p", {"epsilon": 8.0}, 0.5, 0, "cuda")])
+    wanted = "- CIFAR-10, ResNet18, ε = 8: fewer than three seeds for DC-SGD-P (1), DC-SGD-E (0), AUTO-S (0)."
+    assert wanted in report.missing(tmp_path).splitlines()
+
+
+def test_the_clip_norms_of_both_kinds_are_compared(tmp_path):
+    assert causes._resnet(tmp_path) == ""
+    rows = [row(m, {"epsilon": 8.0}, 0.5 + s / 100, s, "cuda") for m in ("abadi", "auto-s") for s in range(2)]
+    rows += [
+        row(m, {"epsilon": 8.0}, 0.5, 0, "cuda") | {"clip_norms": [c] * 3}
+        for m, c in (("dc-sgd-p", 60), ("dc-sgd-e", 2))
+    ]
+    written(tmp_path, "cifar10_dc", rows)
+    assert "is 60 along a run (n = 1), where DC-SGD-E takes 2 (n = 1): 30 times" in causes._resnet(tmp_path)
+
+
+def test_what_a_text_model_loses_is_split(tmp_path):
+    rows = [row(m, {}, 0.5) | {"bleu": b} for m, b in (("auto-s", 45.0), ("non-private", 60.0))]
+    written(tmp_path, "e2e", rows)
+    assert "18.6 points of BLEU" in causes._texts(tmp_path)
+    assert "3.6 are there without privacy too, and 15.0 come with it" in causes._texts(tmp_path)
