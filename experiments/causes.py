@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from .papers import A4, D8, P2, P3
+from .papers import A4, D8, IMAGENETTE, P3
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS
 from .runs import rows_of
@@ -92,7 +92,7 @@ def _imagenette(results: Path) -> str:
     plain, ours = (accuracies("imagenette", m, {}, results) for m in (NON_PRIVATE, "psac"))
     if not plain or not ours:
         return ""
-    (ceiling, private), printed = (statistics.mean(v.values()) for v in (plain, ours)), P2[2].printed
+    (ceiling, private), printed = (statistics.mean(v.values()) for v in (plain, ours)), IMAGENETTE.printed
     return (
         f"**imagenette**: without privacy we are {ceiling - printed[NON_PRIVATE][0]:+.1f} points from the paper "
         f"(n = {len(plain)}), with PSAC {private - printed['psac'][0]:+.1f} (n = {len(ours)}): privacy costs us "

@@ -164,6 +164,7 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "mnist": lambda: _idx_data("mnist", 0.1307, 0.3081),
     "fashion_mnist": lambda: _idx_data("fashion_mnist", 0.2860, 0.3530),
     "cifar10": _cifar10,
+    "cifar10_resnet50": lambda: _part("resnet50").cifar10(),
     "names": _names,
     "names_unique": lambda: _names(unique=True),
     "adult": _adult,

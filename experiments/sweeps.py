@@ -63,9 +63,9 @@ def rates_and_norms() -> list[Point]:
 
 
 DC_KNOBS: dict[str, tuple[float, ...]] = {
-    "clip_norm": (0.01, 0.1, 1.0, 10.0, 100.0),  # the first one
-    "bins": (5, 10, 20, 40),
-    "histogram_noise": (2.0, 5.0, 10.0, 20.0),
+    "clip_norm": (0.01, 1.0, 100.0),  # the first one
+    "bins": (5, 20, 40),
+    "histogram_noise": (2.0, 5.0, 20.0),
     "percentile": (0.3, 0.5, 0.7, 0.9),
 }
 DC_USUAL = {"clip_norm": 1.0, "bins": 20, "histogram_noise": 5.0, "percentile": 0.5}

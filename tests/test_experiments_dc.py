@@ -38,7 +38,7 @@ def test_every_knob_of_dc_sgd_reaches_its_threshold():
     turned = sweeps.dc_knobs()
     assert all(len(settings) == 2 for _, _, settings in turned)
     assert ("mnist_dc", "dc-sgd-p", {"epsilon": 1.0, "percentile": 0.9}) in turned
-    assert len({str(point) for point in turned}) == len(turned) == 2 * (4 + 3 + 3) + 3
+    assert len({str(point) for point in turned}) == len(turned) == 2 * (2 + 2 + 2) + 3
 
 
 def test_names_lstm_reads_the_state_it_is_told_to():
