@@ -18,7 +18,7 @@ from .engine.check import check_op_rule as check_op_rule
 from .engine.contributions import Dense as Dense
 from .engine.contributions import Outer as Outer
 from .engine.contributions import Rows as Rows
-from .engine.ops import OpRule as OpRule
+from .engine.op_rule import OpRule as OpRule
 from .engine.preflight import preflight as preflight
 from .evaluation import private_score as private_score
 from .ledger import Ledger as Ledger

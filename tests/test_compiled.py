@@ -14,6 +14,7 @@ from torch import nn
 import clipwise as cw
 from clipwise import errors
 from clipwise.clipping import clip, engine_gradients, trainable
+from clipwise.engine import prepared
 from clipwise.engine.compiled import Compiled, _traced
 from clipwise.engine.static import static
 
@@ -260,8 +261,8 @@ def test_constant_indices_are_looked_at_once_where_they_have_values(order):
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
     """What a GPU does for vocabularies that are no multiple of eight, here on a CPU: the same sums, nothing to see."""
-    monkeypatch.setattr("clipwise.engine.padded._WHERE", frozenset({"cpu"}))
-    monkeypatch.setattr("clipwise.engine.padded._WIDE", 16)
+    monkeypatch.setattr("clipwise.engine.prepared._WHERE", frozenset({"cpu"}))
+    monkeypatch.setattr("clipwise.engine.prepared._WIDE", 16)
     seen = []
 
     class Words(nn.Module):
@@ -297,3 +298,37 @@ def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
     assert torch.allclose(norms, again, rtol=1e-5)
     for name, value in truth.items():
         assert torch.allclose(found[name], value, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
+    """What a GPU does for convolutions and TF32, here on a CPU: channels last, and 11 bits of every factor."""
+    monkeypatch.setattr("clipwise.engine.prepared._WHERE", frozenset({"cpu"}))
+    monkeypatch.setattr(prepared, "_allowed", lambda: cuts)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, padding=1), nn.ReLU(inplace=True), nn.Conv2d(16, 8, 3, padding="same", bias=False),
+        nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8 * 16, 5),
+    )  # fmt: skip
+    rule = cw.PSAC()
+    groups = rule.groups(list(trainable(model)))
+    seen = []
+    real = prepared.Prepared.shown
+    monkeypatch.setattr(prepared.Prepared, "shown", lambda self, out: seen.append(self) or real(self, out))
+
+    def step(data, mask, scale):
+        losses = lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="none")  # noqa: E731
+        return clip(engine_gradients(model, losses, data, len(mask)), rule, scale, groups, mask)
+
+    batch = torch.randn(6, 3, 8, 8), torch.randint(0, 5, (6,))
+    mask = torch.tensor([1, 1, 0, 1, 1, 1]).bool()
+    truth, norms = step(batch, mask, 1.0)
+    assert not seen
+    found, again = Compiled(model, step)(batch, mask, 1.0)
+    assert {(r.last, r.cuts) for r in seen} == ({(True, False), (False, True)} if cuts else {(True, False)})
+    assert all(r.values["input"].is_contiguous(memory_format=torch.channels_last) for r in seen if r.last)
+    far = 4e-3 if cuts else 1e-5
+    assert torch.allclose(norms, again, rtol=far)
+    for name, value in truth.items():
+        assert (found[name] - value).norm() <= far * value.norm(), name
+    if cuts:  # each factor has 11 bits, and the sums are those of the numbers that norms were taken of
+        assert any(not torch.equal(found[name], value) for name, value in truth.items())

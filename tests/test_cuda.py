@@ -10,9 +10,10 @@ import clipwise as cw
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine.compiled import Compiled
 from clipwise.engine.contributions import Outer
-from clipwise.engine.gram import gram, gram_bound
+from clipwise.engine.gram import gram, gram_bounds
+from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import aligned, column_sums, cut, kept_product
-from clipwise.engine.reduce import OuterGrad
+from clipwise.engine.reduce import DenseGrad, OuterGrad, Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -56,10 +57,13 @@ def test_the_bound_in_one_kernel(shape, precision):
     left, right = (torch.randn(b, g, t, k, device="cuda").to(dtype_of(precision)) for k in (p, d))
     right[0, :, t // 2 :] = 0
     left[1, 0, 3, 5] = float("nan")
-    uses = Outer(left, right)
-    found, truth = gram_bound(uses, torch.float32, precision), gram(uses, torch.float32, precision).bound()
-    assert found.isnan().tolist() == [False, True] + [False] * (b - 2)
-    assert torch.allclose(found, truth, rtol=1e-9, equal_nan=True)
+    uses = [Outer(left, right), Outer(left, left), Outer(right, left), Outer(right, right), Outer(left, right)]
+    more = torch.rand(5, 3, b, device="cuda", dtype=torch.float64)
+    found = gram_bounds(uses, [precision] * 5, more)  # on several streams
+    for row, use, added in zip(found, uses, more, strict=True):
+        truth = gram(use, torch.float32, precision).bound(tuple(added))
+        assert row.isnan().tolist() == [False, use.left is left or use.right is left] + [False] * (b - 2)
+        assert torch.allclose(row, truth, rtol=1e-9, equal_nan=True)
 
 
 def test_rows_that_begin_at_multiples_of_eight_are_not_copied():
@@ -68,8 +72,8 @@ def test_rows_that_begin_at_multiples_of_eight_are_not_copied():
     assert aligned(narrow) is narrow
     assert aligned(narrow[..., 1:]).shape == (3, 1, 40, 96)
     assert aligned(narrow.contiguous()).shape == (3, 1, 40, 104)
-    found = gram_bound(Outer(narrow, other), torch.float32, "bfloat16")
-    copied = gram_bound(Outer(aligned(narrow.contiguous()), other), torch.float32, "bfloat16")
+    both = [Outer(narrow, other), Outer(aligned(narrow.contiguous()), other)]
+    found, copied = gram_bounds(both, ["bfloat16"] * 2, torch.zeros(2, 3, 3, device="cuda", dtype=torch.float64))
     assert torch.allclose(found, copied, rtol=1e-3)  # the error term knows the width
 
 
@@ -312,3 +316,69 @@ def test_a_bad_record_does_not_move_what_the_others_contribute(precision):
     alone, beside = (OuterGrad(uses, (64, 72), precision=precision) for uses in grads)
     without = alone.weighted_sum(weights[keep], keep[keep]).double()
     assert (beside.weighted_sum(weights, keep).double() - without).norm() <= 2e-6 * without.norm()
+
+
+WINDOWS = {  # images, height, width, channels, outputs, then the convolution
+    "3×3": ((5, 8, 8, 16, 24), {"kernel_size": 3, "padding": 1}),
+    "strides": ((4, 9, 7, 20, 70), {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}),
+    "1×1": ((3, 8, 8, 32, 130), {"kernel_size": 1, "stride": 2}),
+    "same": ((6, 6, 6, 256, 16), {"kernel_size": 5, "padding": "same"}),
+}
+
+
+@pytest.mark.parametrize("form", ["dense", "outer"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_convolutions_whose_patches_are_never_made(name, form, precision):
+    """Gradients, norms and sums against a loop over single examples in float64; a NaN record takes part in nothing."""
+    if precision == "exact":
+        pytest.skip("exact products unfold")
+    (n, h, w, c, p), options = WINDOWS[name]
+    model = nn.Conv2d(c, p, bias=False, device="cuda", **options).to(dtype_of(precision))
+    x = torch.randn(n, c, h, w, device="cuda").to(dtype_of(precision))
+    x, model.weight.data = (cut(x), cut(model.weight.data)) if precision == "tf32" else (x, model.weight.data)
+    x[1, 0, 0, 0] = float("nan")
+
+    def losses(m, batch):
+        return m(batch).float().square().flatten(1).sum(1)
+
+    paths = {"weight": Path(form, False)}
+    found = engine_gradients(model, losses, x, n, paths=paths)
+    assert isinstance(found.reduced["weight"], PatchGrad if form == "outer" else DenseGrad)
+    norms = found.norms([["weight"]])[:, 0]
+    truth = []
+    for i in range(n):
+        out = model(x[i : i + 1])
+        grad = 2 * out.double()
+        if precision == "tf32":
+            grad = cut((2 * out).float()).double()
+        wide = nn.functional.conv2d  # the same op in float64
+        weight = model.weight.double().detach().requires_grad_()
+        args = {k: v for k, v in options.items() if k != "kernel_size"}
+        truth.append(
+            torch.autograd.grad((wide(x[i : i + 1].double(), weight, **args) * grad.detach()).sum(), weight)[0]
+        )
+    truth = torch.stack(truth)
+    exact = truth.flatten(1).norm(dim=1)
+    assert norms.isnan().tolist() == [i == 1 for i in range(n)]
+    kept = ~norms.isnan()
+    assert (norms[kept] <= 1.02 * exact[kept]).all()
+    assert (norms[kept] >= 0.998 * exact[kept]).all()  # of the gradient as the engine's own products round it
+    weights = torch.rand(n, 1, device="cuda")
+    total = found.weighted_sum(weights, kept, [["weight"]])["weight"]
+    expected = (truth[kept] * weights[kept, :, None, None, None]).sum(0)
+    assert (total - expected).norm() <= 6e-3 * expected.norm()
+
+
+def test_copies_of_an_example_are_one_example_in_a_convolution(precision):
+    if precision == "exact":
+        pytest.skip("exact products unfold")
+    model = nn.Conv2d(16, 24, 3, padding=1, bias=False, device="cuda").to(dtype_of(precision))
+    x = torch.randn(4, 2, 16, 8, 8, device="cuda").to(dtype_of(precision))
+
+    def losses(m, batch):
+        return m(batch.flatten(0, 1)).float().square().flatten(1).sum(1).view(-1, 2).mean(1)
+
+    norms = engine_gradients(model, losses, x, 4).norms([["weight"]])[:, 0]
+    for i in range(4):
+        alone = torch.autograd.grad(losses(model, x[i : i + 1]).sum(), model.weight)[0]
+        assert torch.allclose(norms[i], alone.double().norm(), rtol=1e-2)

@@ -5,8 +5,8 @@ from .contributions import Outer as Outer
 from .contributions import Rows as Rows
 from .fallback import vmap_gradients as vmap_gradients
 from .gradients import Gradients as Gradients
-from .ops import Call as Call
-from .ops import OpRule as OpRule
+from .op_rule import Call as Call
+from .op_rule import OpRule as OpRule
 from .products import exact_products as exact_products
 from .reduce import Paths as Paths
 from .tape import Tape as Tape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ClipwiseError
-from .ops import OpRule
+from .op_rule import OpRule
 from .tape import Tape
 
 

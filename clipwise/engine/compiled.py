@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,8 +105,8 @@ class Compiled:
 
         # what a fused kernel keeps in registers is rounded as if it were written: norms are those of the numbers summed
         options: Any = {"post_grad_custom_pre_pass": SameWork(), "emulate_precision_casts": True}
-        if mask.device.type == "cuda":  # convolutions laid out as in ordinary training
-            options["force_layout_optimization"] = True
+        if mask.device.type == "cuda":  # convolutions laid out as in ordinary training; each factor in one place only
+            options |= {"force_layout_optimization": True, "comprehensive_padding": False}
         backend: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
         with warnings.catch_warnings(), torch.no_grad(), exact_products(mask.device):
             warnings.simplefilter("ignore")  # the compiler's own
@@ -127,6 +128,20 @@ def _apart(values: list[Tensor]) -> list[Tensor]:
     return apart
 
 
+@contextmanager
+def _growing_memory() -> Iterator[None]:
+    """Memory that grows in one piece: what the graph holds for good has no gaps. Where this torch knows how."""
+    chosen = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if chosen is None or torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", True):
+        yield
+        return
+    chosen("expandable_segments:True")
+    try:
+        yield
+    finally:
+        chosen("expandable_segments:False")
+
+
 class _Replayed:
     """A function of fixed shapes as one CUDA graph: inputs are copied to where it reads; it starts in one launch."""
 
@@ -139,7 +154,7 @@ class _Replayed:
         torch.cuda.current_stream().wait_stream(beside)
         torch.cuda.empty_cache()  # what the pass above has used; the graph has memory of its own
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with _growing_memory(), torch.cuda.graph(self._graph):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:

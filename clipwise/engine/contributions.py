@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Outer:
     left: Tensor  # [b, g, t, p]
     right: Tensor  # [b, g, t, d]
     sides: tuple[int, int] | None = None  # p and d, where left or right have columns of zeros beyond them
+    cut: bool = False  # to TF32's bits already
 
     @property
     def size(self) -> tuple[int, int]:
@@ -37,7 +39,22 @@ class Outer:
 
     def swapped(self) -> Outer:
         """The same gradient of the transposed weight."""
-        return Outer(self.right, self.left, None if self.sides is None else self.sides[::-1])
+        return Outer(self.right, self.left, None if self.sides is None else self.sides[::-1], self.cut)
+
+
+class Window(NamedTuple):
+    """How a convolution on two axes looks at its input."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    before: tuple[int, int]  # zeros before the input
+    dilation: tuple[int, int]
+    out: tuple[int, int]  # positions of the output
+
+    def places(self, axis: int, k: int) -> tuple[int, int, int]:
+        """What place k of the kernel sees along an axis of the padded input: from, to, in steps of."""
+        first, hop = k * self.dilation[axis], self.stride[axis]
+        return first, first + (self.out[axis] - 1) * hop + 1, hop
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,7 @@ class Unfolded:
     unfold: Callable[[Tensor], Tensor]  # rows of `input` → [rows / k, g, t, d]
     width: int  # d
     arrange: Callable[[Tensor], Tensor] | None = None  # a view of […, d] in the weight's own order, if it has another
+    window: Window | None = None  # for kernels that read patches where they lie
 
     def outer(self) -> Outer:
         """With all patches in memory."""

@@ -5,20 +5,39 @@ Kernels are imported when they first run: Triton is there on a GPU only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("clipwise::matmul", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> Tensor")
-def _matmul(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
+@contextmanager
+def _float32_as(precision: str) -> Iterator[None]:
     backend: Any = torch.backends.cuda.matmul
-    before, backend.fp32_precision = backend.fp32_precision, "tf32" if tf32 else "ieee"
+    before, backend.fp32_precision = backend.fp32_precision, precision
     try:
-        return torch.matmul(left, right)
+        yield
     finally:
         backend.fp32_precision = before
+
+
+def _multiply(left: Tensor, right: Tensor, precision: str, to: Tensor) -> None:
+    if precision == "bfloat16":
+        torch.mm(left, right, out_dtype=torch.float32, out=to)
+        return
+    with _float32_as("tf32" if precision == "tf32" else "ieee"):
+        torch.mm(left, right, out=to)
+
+
+_SPARE = 2**13  # columns that are put aside at a time: those of a vocabulary would be as large as its logits
+
+
+@torch.library.custom_op("clipwise::matmul", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> Tensor")
+def _matmul(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
+    with _float32_as("tf32" if tf32 else "ieee"):
+        return torch.matmul(left, right)
 
 
 @_matmul.register_fake
@@ -54,22 +73,21 @@ def _(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "clipwise::gram_bound",
+    "clipwise::gram_bounds",
     mutates_args=(),
-    schema="(Tensor left, Tensor right, bool tf32, float error, float unit, float moved_left, float moved_right)"
-    " -> Tensor",
+    schema="(Tensor[] lefts, Tensor[] rights, Tensor more, bool[] tf32, float[] errors) -> Tensor",
 )
-def _gram_bound(
-    left: Tensor, right: Tensor, tf32: bool, error: float, unit: float, moved_left: float, moved_right: float
+def _gram_bounds(
+    lefts: list[Tensor], rights: list[Tensor], more: Tensor, tf32: list[bool], errors: list[float]
 ) -> Tensor:
-    from .kernels_cuda import gram_bound as kernel
+    from .kernels_cuda import gram_bounds as kernel
 
-    return kernel(left, right, tf32, error, unit, moved_left, moved_right)
+    return kernel(lefts, rights, more, tf32, errors)
 
 
-@_gram_bound.register_fake
-def _(left: Tensor, *others: object) -> Tensor:
-    return left.new_empty(left.shape[0], dtype=torch.float64)
+@_gram_bounds.register_fake
+def _(lefts: list[Tensor], *others: object) -> Tensor:
+    return lefts[0].new_empty(len(lefts), len(lefts[0]), dtype=torch.float64)
 
 
 @torch.library.custom_op(
@@ -79,19 +97,40 @@ def _(left: Tensor, *others: object) -> Tensor:
 )
 def _kept_product(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Any) -> Tensor:
     from .kernels_cuda import move_rows
-    from .products import product
 
     hidden = left if hide_left else right
-    spare = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    move_rows(hidden, spare, dropped, back=False)
-    out = product(left.mT, right, torch.float32, precision)
-    move_rows(hidden, spare, dropped, back=True)
+    spare = hidden.new_empty(len(hidden) * min(hidden.shape[1], _SPARE))
+    out = hidden.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
+    for part, to in zip(hidden.split(_SPARE, dim=1), out.split(_SPARE, dim=0 if hide_left else 1), strict=True):
+        aside = spare[: part.numel()].view(part.shape)
+        move_rows(part, aside, dropped, back=False)
+        first, second = (part, right) if hide_left else (left, part)
+        _multiply(first.mT, second, precision, to)
+        move_rows(part, aside, dropped, back=True)
     return out
 
 
 @_kept_product.register_fake
 def _(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Any) -> Tensor:
     return left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "clipwise::patch_products",
+    mutates_args=(),
+    schema="(Tensor left, Tensor x, Tensor keep, int[2] kernel, int[2] stride, int[2] before, int[2] dilation,"
+    " int[2] out, int each, bool hide) -> Tensor",
+)
+def _patch_products(left: Tensor, x: Tensor, keep: Tensor, *window: Any) -> Tensor:
+    from .kernels_conv import patch_products as kernel
+
+    return kernel(left, x, keep, *window)
+
+
+@_patch_products.register_fake
+def _(left: Tensor, x: Tensor, keep: Tensor, kernel: list[int], *others: Any) -> Tensor:
+    each = others[4]
+    return left.new_empty(-(-len(left) // each), left.shape[2], *kernel, x.shape[3], dtype=torch.float32)
 
 
 @torch.library.custom_op(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._types import sum_dtype
 from ..errors import LossShape
-from .reduce import Reduced, is_small, join, small
+from .reduce import Reduced, is_small, join, small, squared_norms
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Gradients:
         for group in groups:
             found = [self.reduced[name] for name in group]
             parts = [*(join(grads) for grads in small(found)), *(r for r in found if r is not None and not is_small(r))]
-            columns.append(sum((part.squared_norms().to(zero) for part in parts), zero).sqrt())
+            columns.append(sum((found.to(zero) for found in squared_norms(parts)), zero).sqrt())
         return torch.stack(columns, dim=1)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor, groups: Sequence[Sequence[str]]) -> dict[str, Tensor]:

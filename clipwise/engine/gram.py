@@ -49,24 +49,29 @@ class Gram:
         return (estimate + (used + 4) * self.unit * reach + self.rounded).square()
 
 
-def _fused(uses: Outer, precision: Precision) -> bool:
+def is_fused(uses: Outer, precision: Precision) -> bool:
+    """Whether a kernel does it in one piece."""
     return precision != "exact" and uses.left.device.type == "cuda" and uses.left.shape[2] > _FEW
 
 
-def _errors(uses: Outer, dtype: torch.dtype, precision: Precision) -> tuple[float, float, float, float]:
+def _errors(
+    sides: tuple[int, int], dtype: torch.dtype, precision: Precision, weigh_left: bool
+) -> tuple[float, float, float, float]:
     """κ·u, u, and how far the entries of left and right may move."""
-    p, d = uses.left.shape[3], uses.right.shape[3]
+    p, d = sides
     unit = (1 if precision == "exact" else 2) * unit_roundoff(dtype)  # tensor cores cut where others round
     error = (min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64) * unit
-    return error, unit, *((MOVED[precision], 0.0) if p <= d else (0.0, MOVED[precision]))
+    return error, unit, *((MOVED[precision], 0.0) if weigh_left else (0.0, MOVED[precision]))
 
 
-def gram_bound(uses: Outer, dtype: torch.dtype, precision: Precision) -> Tensor:
-    """`gram(…).bound()`, in one piece where there is a kernel for it."""
-    if not _fused(uses, precision):
-        return gram(uses, dtype, precision).bound()
-    errors = _errors(uses, dtype, precision)
-    found: Tensor = torch.ops.clipwise.gram_bound(uses.left, uses.right, precision == "tf32", *errors)
+def gram_bounds(uses: Sequence[Outer], precisions: Sequence[Precision], more: Tensor) -> Tensor:
+    """`gram(…).bound(more)` of several, those for which `is_fused`, as rows; `more` is [n, 3, b], float64."""
+    errors: list[float] = []
+    for use, precision in zip(uses, precisions, strict=True):
+        sides = (use.left.shape[3], use.right.shape[3])
+        errors += _errors(sides, torch.float32, precision, sides[0] <= sides[1])
+    lefts, rights = [use.left for use in uses], [use.right for use in uses]
+    found: Tensor = torch.ops.clipwise.gram_bounds(lefts, rights, more, [p == "tf32" for p in precisions], errors)
     return found
 
 
@@ -74,17 +79,38 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
     """By the fused kernel where there is one."""
     left, right = uses.left, uses.right
     size, groups, t, p = left.shape
-    d, tiny = right.shape[3], torch.finfo(dtype).tiny
-    error, unit, *moved = _errors(uses, dtype, precision)
-    if _fused(uses, precision):
-        sums, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
-        total, *spreads = sums.reshape(3, size, groups).unbind(0)
-        diagonals = squares.unbind(0)
-    else:
-        products = [_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right)]
-        total = (products[0] * products[1]).sum((2, 3), dtype=torch.float64)
-        diagonals = tuple(x.diagonal(dim1=2, dim2=3) for x in products)
-        spreads = [x.double().square().sum((2, 3)) for x in products] if any(moved) else []
+    sides = (p, right.shape[3])
+    if not is_fused(uses, precision):
+        products = [
+            inner_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right)
+        ]
+        return gram_of(products, sides, dtype, precision, p <= sides[1])
+    sums, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
+    total, *spreads = sums.reshape(3, size, groups).unbind(0)
+    return _gram(total, squares.unbind(0), spreads, sides, dtype, _errors(sides, dtype, precision, p <= sides[1]))
+
+
+def gram_of(
+    products: Sequence[Tensor], sides: tuple[int, int], dtype: torch.dtype, precision: Precision, weigh_left: bool
+) -> Gram:
+    """From the inner products of positions [b, g, t, t], left and right."""
+    errors = _errors(sides, dtype, precision, weigh_left)
+    total = (products[0] * products[1]).sum((2, 3), dtype=torch.float64)
+    diagonals = [x.diagonal(dim1=2, dim2=3) for x in products]
+    spreads = [x.double().square().sum((2, 3)) for x in products] if any(errors[2:]) else []
+    return _gram(total, diagonals, spreads, sides, dtype, errors)
+
+
+def _gram(
+    total: Tensor,
+    diagonals: Sequence[Tensor],
+    spreads: Sequence[Tensor],
+    sides: tuple[int, int],
+    dtype: torch.dtype,
+    errors: tuple[float, float, float, float],
+) -> Gram:
+    (p, d), tiny, (error, unit, *moved) = sides, torch.finfo(dtype).tiny, errors
+    _, groups, t = diagonals[0].shape
     norms = [(x.double().clamp(min=0) * (1 + error) + k * tiny).sqrt() for x, k in zip(diagonals, (p, d), strict=True)]
     lost = tiny * (
         p * norms[1].sum((1, 2)).square() + d * norms[0].sum((1, 2)).square() + p * d * (groups * t) ** 2 * tiny
@@ -102,7 +128,7 @@ def _moved(norms: Sequence[Tensor], spreads: Sequence[Tensor], error: float, mov
     return max(moved) * torch.minimum((whole * largest).sum(1), (norms[0] * norms[1]).sum((1, 2)))
 
 
-def _products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
+def inner_products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
     """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
     if x.shape[2] <= _LONG:
         return product(x, x.mT, dtype, precision)

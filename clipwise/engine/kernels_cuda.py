@@ -83,29 +83,34 @@ def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, [b * g, t, width], [x.stride(int(g > 1)), x.stride(2), 1], [1, rows, columns])
 
 
-def _sums(left: Tensor, right: Tensor, tf32: bool, tile: int = 128, warps: int = 8, stages: int = 3, deep: int = 2):
-    """Σ_ts A_ts·B_ts, Σ A_ts², Σ B_ts² per example, group and pair of tiles; the diagonals of A and B."""
-    b, g, t, p = left.shape
-    tiles, depth = triton.cdiv(t, tile), deep * (32 if left.dtype == torch.float32 else 64)
-    pairs = tiles * (tiles + 1) // 2
-    sums = torch.empty(3, b * g, pairs, dtype=torch.float64, device=left.device)
-    squares = torch.empty(2, b, g, t, dtype=torch.float32, device=left.device)
-    _gram[(b * g, pairs)](
-        _blocks(left, tile, depth),
-        _blocks(right, tile, depth),
+_TILE = 128
+
+
+def _places(left: Tensor) -> tuple[Tensor, Tensor]:
+    """For Σ_ts A_ts·B_ts, Σ A_ts², Σ B_ts² per example, group and pair of tiles; for the diagonals of A and B."""
+    b, g, t, _ = left.shape
+    tiles = triton.cdiv(t, _TILE)
+    sums = torch.empty(3, b * g, tiles * (tiles + 1) // 2, dtype=torch.float64, device=left.device)
+    return sums, torch.empty(2, b, g, t, dtype=torch.float32, device=left.device)
+
+
+def _fill(left: Tensor, right: Tensor, tf32: bool, sums: Tensor, squares: Tensor) -> None:
+    t, depth = left.shape[2], 64 if left.dtype == torch.float32 else 128
+    _gram[sums.shape[1:]](
+        _blocks(left, _TILE, depth),
+        _blocks(right, _TILE, depth),
         sums,
         squares,
         t,
-        p,
+        left.shape[3],
         right.shape[3],
-        tiles,
-        tile,
+        triton.cdiv(t, _TILE),
+        _TILE,
         depth,
         "tf32" if tf32 else "ieee",
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=8,
+        num_stages=3,
     )
-    return sums, squares
 
 
 def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
@@ -113,7 +118,8 @@ def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 
     A and B hold the inner products of the positions of left [b, g, t, p] and right [b, g, t, d].
     """
-    sums, squares = _sums(left, right, tf32)
+    sums, squares = _places(left)
+    _fill(left, right, tf32, sums, squares)
     return sums.sum(2), squares
 
 
@@ -121,6 +127,7 @@ def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 def _bound(
     sums,
     squares,
+    more,
     out,
     groups,
     positions,
@@ -134,7 +141,7 @@ def _bound(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`Gram.bound` of one example (gram.py says what it is), with nothing added. NaN stays NaN."""
+    """`Gram.bound` of one example (gram.py says what it is), `more` added. NaN stays NaN."""
     example, examples = tl.program_id(0), tl.num_programs(0)
     zero = tl.zeros([], tl.float64)
     total, reach, used, sum_left, sum_right = zero, zero, zero, zero, zero
@@ -165,6 +172,9 @@ def _bound(
     moved = MOVED_LEFT * left_moves + MOVED_RIGHT * right_moves  # one of the two is 0
     most = (MOVED_LEFT + MOVED_RIGHT) * reach
     rounded = tl.where(most < moved, most, moved)
+    total += tl.load(more + example)
+    reach += tl.load(more + examples + example)
+    used += tl.load(more + 2 * examples + example)
     count = zero + groups * positions
     lost = sum_right * sum_right * TINY_P + sum_left * sum_left * TINY_D + (count * TINY_P) * (count * TINY_D)
     estimate = tl.sqrt(tl.where(total < 0, 0.0, total) + ERROR * reach * reach + lost)
@@ -172,18 +182,17 @@ def _bound(
     tl.store(out + example, norm * norm)
 
 
-def gram_bound(
-    left: Tensor, right: Tensor, tf32: bool, error: float, unit: float, moved_left: float, moved_right: float
-) -> Tensor:
-    """The squared norm's bound per example [b], float64."""
+def _gram_bound(
+    left: Tensor, right: Tensor, sums: Tensor, squares: Tensor, more: Tensor, errors: list[float], out: Tensor
+) -> None:
     b, g, t, p = left.shape
-    sums, squares = _sums(left, right, tf32)
-    out = torch.empty(b, dtype=torch.float64, device=left.device)
+    error, unit, moved_left, moved_right = errors
     tiny, pairs = torch.finfo(torch.float32).tiny, sums.shape[2]
     block = min(1024, triton.next_power_of_2(t))
     _bound[(b,)](
         sums,
         squares,
+        more,
         out,
         g,
         t,
@@ -198,6 +207,35 @@ def gram_bound(
         block,
         num_warps=4,
     )
+
+
+_BESIDE: dict[torch.device, list[torch.cuda.Stream]] = {}
+_STREAMS = 3  # beside the one that all else runs on
+
+
+def gram_bounds(
+    lefts: list[Tensor], rights: list[Tensor], more: Tensor, tf32: list[bool], errors: list[float]
+) -> Tensor:
+    """The squared norms' bounds [n, b], float64, of n pairs of factors with four `errors` each; more is [n, 3, b].
+
+    One pair alone leaves a part of the GPU idle, so they run on several streams.
+    """
+    device = lefts[0].device
+    out = torch.empty(len(lefts), len(lefts[0]), dtype=torch.float64, device=device)
+    held = [_places(left) for left in lefts]  # made on this stream, which outlives the others' work
+    main = torch.cuda.current_stream(device)
+    if device not in _BESIDE:
+        _BESIDE[device] = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+    streams = [main, *_BESIDE[device][: len(lefts) - 1]]
+    for stream in streams[1:]:
+        stream.wait_stream(main)
+    order = sorted(range(len(lefts)), key=lambda i: -lefts[i][0].numel() - rights[i][0].numel())
+    for number, i in enumerate(order):
+        with torch.cuda.stream(streams[number % len(streams)]):
+            _fill(lefts[i], rights[i], tf32[i], *held[i])
+            _gram_bound(lefts[i], rights[i], *held[i], more[i], errors[4 * i : 4 * i + 4], out[i])
+    for stream in streams[1:]:
+        main.wait_stream(stream)
     return out
 
 

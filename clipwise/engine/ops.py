@@ -7,67 +7,19 @@ refuse: the first axis of input and output runs over the examples, or over examp
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._types import sum_dtype
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
-from .contributions import Contribution, Dense, Outer, Rows, Unfolded
-from .depthwise import depthwise_gradient
-from .products import column_sums, has_kernel
-
-
-@dataclass(frozen=True)
-class Call:
-    """One recorded call: the op's name, its arguments by name, which of them are trained, and b."""
-
-    op: str
-    values: Mapping[str, Any]
-    trained: frozenset[str]
-    size: int
-
-    def batch_major(self, x: Tensor, features: int) -> Tensor:
-        """View [b·k, …, *features] as [b, t, *features]."""
-        if x.dim() <= features or x.shape[0] % self.size:
-            raise UnsupportedOp(
-                f"{self.op}: an input of {x.dim()} axes does not have the examples as its first axis, so "
-                "per-example gradients cannot be told apart. Keep the batch axis first."
-            )
-        shape = x.shape[x.dim() - features :]
-        return x.reshape(self.size, -1, *shape)
-
-
-Uses = Iterator[tuple[str, Contribution]]
-
-
-@dataclass(frozen=True)
-class OpRule:
-    """A rule for one op. `check_op_rule` compares it with brute force.
-
-    Attributes:
-        arguments: the op's argument names, in order.
-        parameters: those that may be trained; every other must not depend on a trained parameter alone.
-        keep: the arguments that `uses` reads later; their tensors must not change in place.
-        uses: yields (argument name, Contribution) for the trained arguments of a call.
-        check: refuses calls that the rule cannot take.
-    """
-
-    arguments: tuple[str, ...]
-    parameters: frozenset[str]
-    keep: frozenset[str]
-    uses: Callable[[Call, Tensor], Uses]
-    check: Callable[[Call], None] = lambda call: None
-
-
-def _total(x: Tensor, axes: tuple[int, ...] = (1,)) -> Tensor:
-    """A sum that half precision cannot overflow."""
-    return column_sums(x) if axes == (1,) and x.dim() == 3 else x.sum(axes, dtype=sum_dtype(x.dtype))
+from .contributions import Dense, Outer, Rows
+from .conv import check_conv, check_conv_transpose, conv, conv_transpose
+from .op_rule import Call, OpRule, Uses, per_channel, total_of
+from .products import has_kernel
 
 
 def _bias(total: Tensor, bias: Tensor) -> Dense:
@@ -87,7 +39,7 @@ def _linear(call: Call, grad: Tensor) -> Uses:
     if "weight" in call.trained:
         yield "weight", _outer(g, call.batch_major(call.values["input"], 1))
     if "bias" in call.trained:
-        yield "bias", _bias(_total(g), call.values["bias"])
+        yield "bias", _bias(total_of(g), call.values["bias"])
 
 
 def _addmm(call: Call, grad: Tensor) -> Uses:
@@ -95,7 +47,7 @@ def _addmm(call: Call, grad: Tensor) -> Uses:
     if "mat2" in call.trained:
         yield "mat2", _outer(call.batch_major(v["mat1"], 1) * v.get("alpha", 1), g)
     if "input" in call.trained:
-        yield "input", _bias(_total(g) * v.get("beta", 1), v["input"])
+        yield "input", _bias(total_of(g) * v.get("beta", 1), v["input"])
 
 
 def _matmul(call: Call, grad: Tensor) -> Uses:
@@ -104,12 +56,12 @@ def _matmul(call: Call, grad: Tensor) -> Uses:
         yield "other", _outer(call.batch_major(left, 1), call.batch_major(grad, 1))
     elif "other" in call.trained and right.dim() == 1:
         a = call.batch_major(left, 1)
-        yield "other", Dense(_total(a * grad.reshape(*a.shape[:2], 1)))
+        yield "other", Dense(total_of(a * grad.reshape(*a.shape[:2], 1)))
     elif left.dim() == 2:  # parameter on the left: [p, d] @ [b, …, d, n]
         yield "input", _outer(call.batch_major(grad.mT, 1), call.batch_major(right.mT, 1))
     else:
         a = call.batch_major(right.mT, 1)
-        yield "input", Dense(_total(a * grad.reshape(*a.shape[:2], 1)))
+        yield "input", Dense(total_of(a * grad.reshape(*a.shape[:2], 1)))
 
 
 def _mm(call: Call, grad: Tensor) -> Uses:
@@ -163,9 +115,9 @@ def _trailing(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
     """Scale and shift over the trailing axes (layer norm, RMS norm)."""
     features = len(call.values["normalized_shape"])
     if "weight" in call.trained:
-        yield "weight", Dense(_total(call.batch_major(grad * normalised, features)))
+        yield "weight", Dense(total_of(call.batch_major(grad * normalised, features)))
     if "bias" in call.trained:
-        yield "bias", Dense(_total(call.batch_major(grad, features)))
+        yield "bias", Dense(total_of(call.batch_major(grad, features)))
 
 
 def _layer_norm(call: Call, grad: Tensor) -> Uses:
@@ -187,17 +139,12 @@ def _rms_norm(call: Call, grad: Tensor) -> Uses:
     return _trailing(call, grad, F.rms_norm(v["input"], v["normalized_shape"], eps=v.get("eps")))
 
 
-def _per_channel(call: Call, x: Tensor) -> Tensor:
-    """[b·k, c, …] summed to [b, c]."""
-    return _total(x.reshape(call.size, -1, x.shape[1], math.prod(x.shape[2:])), (1, 3))
-
-
 def _channels(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
     """Scale and shift per channel, the second axis (group, instance and frozen batch norm)."""
     if "weight" in call.trained:
-        yield "weight", Dense(_per_channel(call, grad * normalised))
+        yield "weight", Dense(per_channel(call, grad * normalised))
     if "bias" in call.trained:
-        yield "bias", Dense(_per_channel(call, grad))
+        yield "bias", Dense(per_channel(call, grad))
 
 
 def _group_norm(call: Call, grad: Tensor) -> Uses:
@@ -236,113 +183,19 @@ def check_batch_norm(values: Mapping[str, Any]) -> None:
         )
 
 
-def _pairs(value: Any, dims: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * dims
-    return tuple(value) * (dims if len(value) == 1 else 1)
-
-
-def _pad_same(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
-    pads: list[int] = []
-    for k, step in zip(reversed(kernel), reversed(dilation), strict=True):
-        total = step * (k - 1)
-        pads += [total // 2, total - total // 2]
-    return pads
-
-
-def _padded(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
-    dims, padding = len(kernel), call.values.get("padding", 0)
-    if padding == "same":
-        return F.pad(x, _pad_same(kernel, _pairs(call.values.get("dilation", 1), dims)))
-    if padding == "valid" or not any(_pairs(padding, dims)):
-        return x
-    return F.pad(x, [n for n in reversed(_pairs(padding, dims)) for _ in (0, 1)])
-
-
-def _patches(x: Tensor, first: int, kernel: tuple[int, ...], call: Call) -> Tensor:
-    """The patches that each output position sees: the axes from `first` on become those of the output."""
-    dims = len(kernel)
-    stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
-    for axis, (k, step, hop) in enumerate(zip(kernel, dilation, stride, strict=True), start=first):
-        x = x.unfold(axis, step * (k - 1) + 1, hop)[..., ::step]
-    return x
-
-
-def _conv(call: Call, grad: Tensor) -> Uses:
-    """A convolution is a linear op on patches; groups are independent linear ops."""
-    if "bias" in call.trained:
-        yield "bias", Dense(_per_channel(call, grad))
-    if "weight" in call.trained:
-        weight, groups, copies = call.values["weight"], call.values.get("groups", 1), grad.shape[0] // call.size
-        kernel, dims, width = tuple(weight.shape[2:]), weight.dim() - 2, weight[0].numel()
-        x, padding = call.values["input"], call.values.get("padding", 0)
-        if weight.shape[1] == 1 and grad.device.type == "cpu":
-            stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
-            given, pad = (_padded(x, kernel, call), 0) if isinstance(padding, str) else (x, padding)
-            made = depthwise_gradient(given, grad, kernel, stride, dilation, pad)
-            yield "weight", Dense(made if copies == 1 else made.unflatten(0, (-1, copies)).sum(1))
-            return
-
-        padded = _padded(x, kernel, call)
-
-        def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
-            return x if copies == 1 else x.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
-
-        def unfold(x: Tensor) -> Tensor:
-            seen = _patches(x, 2, kernel, call)  # [b·k, c, *out, *kernel]
-            seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + dims)  # [b·k, g, *out, c/g, *kernel]
-            return examples(seen.reshape(len(x), groups, -1, width))
-
-        def unfold_last(x: Tensor) -> Tensor:  # [b·k, *in, c]: longer runs of memory, so copied faster
-            seen = _patches(x, 1, kernel, call).movedim(1 + dims, -1)  # [b·k, *out, *kernel, c]
-            return examples(seen.reshape(len(x), 1, -1, width))
-
-        def arrange(x: Tensor) -> Tensor:  # [..., kernel·c] -> [..., c, *kernel]
-            return x.reshape(*x.shape[:-1], *kernel, -1).movedim(-1, -1 - dims)
-
-        left = examples(grad.unflatten(1, (groups, -1)).flatten(3).mT)  # [b, g, t, p/g]
-        if groups == 1:
-            yield "weight", Unfolded(left, padded.movedim(1, -1).contiguous(), unfold_last, width, arrange)
-        else:
-            yield "weight", Unfolded(left, padded, unfold, width)
-
-
-def _conv_transpose(call: Call, grad: Tensor) -> Uses:
-    """A transposed convolution is a convolution with input and output exchanged: patches are cut from its gradient."""
-    if "bias" in call.trained:
-        yield "bias", Dense(_per_channel(call, grad))
-    if "weight" in call.trained:
-        turned = replace(call, values={**call.values, "input": grad}, trained=frozenset({"weight"}))
-        yield from _conv(turned, call.values["input"])
-
-
-def _check_conv_transpose(call: Call) -> None:
-    _check_conv(call)
-    dims = call.values["weight"].dim() - 2
-    extra, stride = (_pairs(call.values.get(n, d), dims) for n, d in (("output_padding", 0), ("stride", 1)))
-    if any(e >= s for e, s in zip(extra, stride, strict=True)):
-        raise UnsupportedOp(f"{call.op}: output_padding must be smaller than stride.")
-
-
-def _check_conv(call: Call) -> None:
-    weight, x = call.values["weight"], call.values["input"]
-    if x.dim() != weight.dim():
-        raise UnsupportedOp(f"{call.op}: an input of {x.dim()} axes has no batch axis. Add one: x[None].")
-
-
 def _rule(arguments: str, parameters: str, keep: str, uses: Any, check: Any = None) -> OpRule:
     split = (tuple(arguments.split()), frozenset(parameters.split()), frozenset(keep.split()))
     return OpRule(*split, uses, check) if check else OpRule(*split, uses)
 
 
 def _rules() -> dict[Any, OpRule]:
-    conv = _rule("input weight bias stride padding dilation groups", "weight bias", "input", _conv, _check_conv)
+    straight = _rule("input weight bias stride padding dilation groups", "weight bias", "input", conv, check_conv)
     turned = _rule(
         "input weight bias stride padding output_padding groups dilation",
         "weight bias",
         "input",
-        _conv_transpose,
-        _check_conv_transpose,
+        conv_transpose,
+        check_conv_transpose,
     )
     matmul = _rule("input other", "input other", "input other", _matmul, _check_matmul)
     addmm = _rule("input mat1 mat2", "input mat2", "mat1", _addmm)
@@ -366,7 +219,7 @@ def _rules() -> dict[Any, OpRule]:
         F.batch_norm: _rule(batch, "weight bias", "input", _batch_norm),
         F.instance_norm: _rule(instance, "weight bias", "input", _instance_norm),
     }
-    rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), conv)
+    rules |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), straight)
     rules |= dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), turned)
     rules |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), matmul)
     rules[torch.Tensor.__rmatmul__] = _rule("other input", "input other", "input other", _matmul, _check_matmul)

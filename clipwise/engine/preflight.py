@@ -25,7 +25,7 @@ from ..batch import check_size, map_tensors, tensors
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .fallback import vmap_gradients
 from .gradients import Gradients, check_losses
-from .ops import OpRule
+from .op_rule import OpRule
 from .probes import lengths, made_record
 from .products import exact_products
 from .quiet import Quiet

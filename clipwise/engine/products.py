@@ -42,8 +42,11 @@ def precision_of(left: Tensor, right: Tensor) -> Precision:
 
 
 def cut(x: Tensor) -> Tensor:
-    """To the 11 bits that TF32 keeps."""
-    return (x.view(torch.int32) & -(2**13)).view(torch.float32)
+    """To the 11 bits that TF32 keeps; NaN stays NaN.
+
+    The last op is one on floats: of a view of integers a compiler makes a copy for every product.
+    """
+    return torch.where(x.isnan(), x, (x.view(torch.int32) & -(2**13)).view(torch.float32))
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype, precision: Precision = "exact") -> Tensor:

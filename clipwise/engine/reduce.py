@@ -11,6 +11,7 @@ taken (its `Path`) is fixed once per parameter.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .._types import sum_dtype
-from .contributions import Contribution, Outer, Rows, Unfolded, materialise, merge_outer, merge_rows
-from .gram import Gram, gram, gram_bound
+from .contributions import Contribution, Outer, Rows, Unfolded, Window, materialise, merge_outer, merge_rows
+from .gram import Gram, gram, gram_bounds, is_fused
+from .patches import PatchGrad, example_gradients
 from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
 
 _CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
@@ -138,14 +140,14 @@ class OuterGrad:
     def squared_norms(self) -> Tensor:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
         if not self.single:
-            return gram_bound(self.uses, self.dtype, self.precision)
+            return self.gram().bound()
         left, right = self.uses.left, self.uses.right
         product_of_norms = squares(left, 3) * squares(right, 3)  # [b, g, t]
         one = product_of_norms.sum((1, 2)) * (1 + MOVED[self.precision]) ** 2
         if left.shape[2] == 1:
             return one
         used = ((left != 0).any(3) & (right != 0).any(3)).any(1).sum(1)  # a longer example must not change the others
-        return torch.where(used <= 1, one, gram_bound(self.uses, self.dtype, self.precision))
+        return torch.where(used <= 1, one, self.gram().bound())
 
     def gram(self) -> Gram:
         """What the norm is made of."""
@@ -214,19 +216,38 @@ class TiedGrad:
     outer: OuterGrad  # left on the table's rows, right on its columns
 
     def squared_norms(self) -> Tensor:
-        """‖E‖² + ‖H‖² + 2⟨E, H⟩, with ⟨E, H⟩ = Σ_ts left_s[index_t]·⟨rows_t, right_s⟩."""
+        """‖E‖² + ‖H‖² + 2⟨E, H⟩."""
+        return self.outer.gram().bound(self.more())
+
+    def more(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the rows add to ‖H‖², to ρ and to the positions: ⟨E, H⟩ = Σ_ts left_s[index_t]·⟨rows_t, right_s⟩."""
         index, rows = self.rows.uses.index, self.rows.uses.rows.double()
         left, right = self.outer.uses.left[:, 0], self.outer.uses.right[:, 0, :, : rows.shape[2]].double()
         picked = left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)).double()  # [b, s, t]
         cross = (picked * torch.matmul(right, rows.mT)).sum((1, 2))
-        found, own = self.outer.gram(), rows.square().sum((1, 2))
-        more = own + 2 * cross
         reach = squares(self.rows.uses.rows, 2).sqrt().sum(1)
-        return found.bound((more, reach, (rows != 0).any(2).sum(1)))
+        return rows.square().sum((1, 2)) + 2 * cross, reach, (rows != 0).any(2).sum(1).double()
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """The two sums, added."""
         return self.rows.weighted_sum(weights, keep, self.outer.weighted_sum(weights, keep))
+
+
+def squared_norms(grads: Sequence[Reduced]) -> list[Tensor]:
+    """Of each; those with a fused kernel at once."""
+    kinds: dict[object, list[tuple[int, OuterGrad]]] = {}
+    for i, grad in enumerate(grads):
+        outer = grad.outer if isinstance(grad, TiedGrad) else grad
+        if isinstance(outer, OuterGrad) and not outer.single and is_fused(outer.uses, outer.precision):
+            kinds.setdefault((outer.uses.left.device, len(outer.uses.left)), []).append((i, outer))
+    found: dict[int, Tensor] = {}
+    for same in kinds.values():
+        zero = same[0][1].uses.left.new_zeros(len(same[0][1].uses.left), dtype=torch.float64)
+        more = [grad.more() if isinstance(grad := grads[i], TiedGrad) else (zero,) * 3 for i, _ in same]
+        stacked = torch.stack([torch.stack(parts) for parts in more])
+        rows = gram_bounds([outer.uses for _, outer in same], [outer.precision for _, outer in same], stacked)
+        found.update(zip((i for i, _ in same), rows.unbind(0), strict=True))
+    return [found[i] if i in found else grad.squared_norms() for i, grad in enumerate(grads)]
 
 
 _ENTRY = {"bfloat16": 840, "tf32": 410}  # operations of the Gram kernel in the time that one entry goes to memory
@@ -253,6 +274,32 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
     return Path("outer", wide and t > 1, t == 1)
 
 
+def choose_patch_path(use: Unfolded, precision: Precision) -> Path:
+    """For a convolution by patches.py: inner products of all its input's positions, which are written, or gradients."""
+    _, _, t, p = use.left.shape
+    images, *lines, c = use.input.shape
+    inputs, entry = math.prod(lines), _ENTRY[precision]
+    outer = 2 * (inputs * inputs * (c + entry) + t * t * p)
+    dense = p * use.width * entry / (2 if p * use.width <= _CACHED else 1)
+    return Path("dense" if dense < outer or images != len(use.left) else "outer", False)
+
+
+def _in_place(use: Unfolded, window: Window, shape: tuple[int, ...], name: str, paths: Paths) -> Reduced:
+    """Patches are read where they lie in the input."""
+    copies, precision = len(use.input) // len(use.left), precision_of(use.left, use.input)
+    if name not in paths:
+        paths[name] = choose_patch_path(use, precision)
+    if paths[name].form == "outer" and copies == 1:
+        instead = None if precision == "bfloat16" else _outer([use], shape, paths[name])
+        return PatchGrad(use.left[:, 0], use.input, window, shape, precision, instead)
+    if precision != "bfloat16":
+        return DenseGrad(materialise(use, shape))
+    assert use.arrange is not None
+    left = use.left[:, 0].reshape(len(use.input), -1, use.left.shape[3])
+    made = example_gradients(left, use.input, window, copies)
+    return DenseGrad(use.arrange(made.flatten(2)).reshape(-1, *shape))
+
+
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
     """g, t, p, d."""
     _, g, t, p = use.left.shape
@@ -263,6 +310,8 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
     uses = [_as_multiplied(u) if isinstance(u, (Outer, Unfolded)) else u for u in uses]
+    if len(uses) == 1 and isinstance(uses[0], Unfolded) and uses[0].window is not None:
+        return _in_place(uses[0], uses[0].window, shape, name, paths)
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
     sides = [_sides(u) for u in products]
@@ -292,7 +341,7 @@ def _as_multiplied(use: Outer | Unfolded) -> Outer | Unfolded:
         return use
     if isinstance(use, Unfolded):
         return replace(use, left=cut(use.left), input=cut(use.input))
-    return replace(use, left=cut(use.left), right=cut(use.right))
+    return use if use.cut else replace(use, left=cut(use.left), right=cut(use.right))
 
 
 def _precision(uses: Sequence[Outer | Unfolded]) -> Precision:

@@ -29,8 +29,9 @@ from .edges import Record, Tap, Unview, name_now, not_seen
 from .forbidden import check_op
 from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
-from .ops import OP_RULES, Call, OpRule, bind, works_on_rows
-from .padded import padded_linear, uses_of
+from .op_rule import Call, OpRule
+from .ops import OP_RULES, bind, works_on_rows
+from .prepared import prepared, uses_of
 from .products import exact_products
 from .recompute import no_recompute
 from .reduce import Paths, Reduced, reduce_uses
@@ -238,15 +239,15 @@ class Tape(TorchFunctionMode):
         values = {n: targets[n].value if n in targets else x for n, x in given.items()}
         call = Call(name, values, frozenset(targets), self.size)
         rule.check(call)
-        wide, columns = padded_linear(rule, values)
-        out = func(*self._with(args, "value"), **self._with(kwargs, "value")) if wide is None else wide
+        ready = prepared(rule, values)
+        out = func(*self._with(args, "value"), **self._with(kwargs, "value")) if ready is None else ready.out
         if out.dim() == 0 or out.shape[0] % self.size:
             raise UnsupportedOp(
                 f"{name} with parameter {names_of(list(targets.values()))} gives an output of "
                 f"{out.dim()} axes, whose first axis does not run over the examples. Keep the batch axis first."
             )
         out = self._tapped(out)
-        kept = {n: x.detach() if isinstance(x, Tensor) else x for n, x in values.items()}
+        kept = {n: x.detach() if isinstance(x, Tensor) else x for n, x in (ready.values if ready else values).items()}
         versions = {n: (x, x._version) for n, x in kept.items() if n in rule.keep and isinstance(x, Tensor)}
         call = Call(name, kept, frozenset(targets), self.size)
 
@@ -257,11 +258,10 @@ class Tape(TorchFunctionMode):
                         f"The {n} of {name} (parameter {names_of(list(targets.values()))}) was changed in place after "
                         "the op had used it; plain PyTorch raises here too. Replace the in-place op by an ordinary one."
                     )
-            for n, use in uses_of(rule, call, grad, columns):
-                yield targets[n], use
+            yield from ((targets[n], use) for n, use in uses_of(rule, call, grad, ready))
 
         self._records.append(Record(get_gradient_edge(out), tuple(targets.values()), contributions))
-        return out if wide is None else out[..., :columns].contiguous()
+        return out if ready is None else ready.shown(out)
 
     def _tapped(self, out: Tensor) -> Tensor:
         if out._is_view():

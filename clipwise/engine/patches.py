@@ -1,0 +1,94 @@
+"""Convolutions on tensor cores: patches are read where they lie in the input, and never made.
+
+With x_s the input at position s, and a patch r_t = (x_{s(t, k)} for all places k of the kernel),
+
+    ⟨r_t, r_u⟩ = Σ_k ⟨x_{s(t, k)}, x_{s(u, k)}⟩,
+
+so that the Gram matrix of the patches is a sum of shifted pieces of the input's own, with kernel-size times less work.
+The weighted sum is a weight gradient as in ordinary training, by one kernel that also makes one gradient per example.
+That kernel is fast with bfloat16. It is slow with TF32, whose tensor cores want the factors turned, so there sums and
+gradients are made from patches.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .contributions import Window
+from .gram import gram_of, inner_products
+from .products import Precision, select
+
+_ROWS = 2**13  # images × positions that one sum runs over (reduce.py)
+_PROGRAMS = 264  # two for each of an H200's processors
+
+
+def example_gradients(left: Tensor, x: Tensor, window: Window, copies: int) -> Tensor:
+    """[b, p, *kernel, c] in float32, of left [b·k, t, p] and x [b·k, *in, c]."""
+    every = torch.ones(len(x), dtype=torch.bool, device=x.device)
+    found: Tensor = torch.ops.clipwise.patch_products(left, x, every, *window, copies, False)
+    return found
+
+
+class Weighted(Protocol):
+    """What a weighted sum needs."""
+
+    def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
+        """Σ_i weights_i·g_i over the examples with keep_i."""
+
+
+@dataclass(frozen=True)
+class PatchGrad:
+    """A convolution's weight, never materialised per example."""
+
+    left: Tensor  # [b, t, p]
+    input: Tensor  # [b, *in, c]
+    window: Window
+    shape: tuple[int, ...]  # [p, c, *kernel]
+    precision: Precision
+    instead: Weighted | None = None  # takes the sum, for factors that the kernel is slow with
+
+    def squared_norms(self) -> Tensor:
+        """From the Gram matrices of outputs and of patches, as a bound (gram.py)."""
+        own = inner_products(self.left, torch.float32, self.precision)
+        seen = self._seen(inner_products(self.input.flatten(1, 2), torch.float32, self.precision))
+        sides = (self.left.shape[2], self.shape[1] * self.window.kernel[0] * self.window.kernel[1])
+        weigh_left = self.instead is None or sides[0] <= sides[1]
+        return gram_of((own[:, None], seen[:, None]), sides, torch.float32, self.precision, weigh_left).bound()
+
+    def _seen(self, products: Tensor) -> Tensor:
+        """[b, in, in] of the input to [b, t, t] of its patches."""
+        size, lines, width, _ = self.input.shape
+        products = products.reshape(size, lines, width, lines, width)
+        pads: list[int] = []
+        for axis in (1, 0):
+            begin, length = self.window.before[axis], (lines, width)[axis]
+            pads += [begin, max(0, self.window.places(axis, self.window.kernel[axis] - 1)[1] - begin - length)]
+        products = F.pad(products, (*pads, *pads))
+        shifted = []
+        for i in range(self.window.kernel[0]):
+            for j in range(self.window.kernel[1]):
+                rows, columns = slice(*self.window.places(0, i)), slice(*self.window.places(1, j))
+                shifted.append(products[:, rows, columns, rows, columns])
+        return functools.reduce(torch.add, shifted).reshape(size, self.left.shape[1], -1)
+
+    def _groups(self) -> int:
+        """Sums that are made one beside the other: enough to keep a GPU busy, and none too long."""
+        size, positions, p = self.left.shape
+        tiles = -(-p // 128) * -(-self.input.shape[3] // 128) * self.window.kernel[0] * self.window.kernel[1]
+        return min(size, max(-(-size * positions // _ROWS), _PROGRAMS // tiles))
+
+    def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
+        """Weights on the gradient at the output; dropped examples are not read."""
+        if self.instead is not None:
+            return self.instead.weighted_sum(weights, keep)
+        left = select(self.left.float() * weights.to(torch.float32)[:, None, None], keep, own=True)
+        left = left.to(self.left.dtype)
+        each = -(-len(left) // self._groups())
+        parts: Tensor = torch.ops.clipwise.patch_products(left, self.input, keep, *self.window, each, True)
+        return parts.sum(0).movedim(-1, 1).reshape(self.shape)

@@ -1,0 +1,131 @@
+"""An op with its factors as tensor cores take them: for a compiled step on a GPU.
+
+Three things would otherwise make the compiler keep a second copy of an op's input or of the gradient at its output:
+
+- a vocabulary of 50,257 words, whose rows of logits begin at odd places: the output gets more columns, cut off before
+  the model sees them, so that their gradient is zero;
+- channels that do not come last, as kernels for convolutions want them;
+- bits beyond those of TF32 (products.py): for linear ops they are cut where the numbers are made. Tensor cores do not
+  see them either. (Convolutions are left alone: not all of their kernels cut.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .contributions import Contribution, Outer
+from .conv import DEEP
+from .op_rule import Call, OpRule
+from .ops import OP_RULES
+from .products import cut
+from .static import is_static
+
+_TO = 64  # columns: 128 bytes of bfloat16, a line of the cache
+_WIDE = 1024  # outputs from which more of them are worth it
+_WHERE = frozenset({"cuda"})
+
+
+class Cut(torch.autograd.Function):
+    """To TF32's bits; the gradient as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Cut."""
+        return cut(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The identity."""
+        return grads[0]
+
+
+class Brought(torch.autograd.Function):
+    """The same tensor; its gradient is cut, and laid out as products take it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, cuts: bool, last: bool) -> Tensor:
+        """An alias, and no view (edges.py)."""
+        ctx.cuts, ctx.last = cuts, last
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """One gradient, for the op before and for the products."""
+        grad = grads[0].contiguous(memory_format=torch.channels_last) if ctx.last else grads[0]
+        return cut(grad) if ctx.cuts else grad, None, None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An op that has run on such factors."""
+
+    values: Mapping[str, Any]  # its arguments
+    out: Tensor
+    columns: int | None  # those that are real, where there are more
+    cuts: bool
+    last: bool
+
+    def shown(self, out: Tensor) -> Tensor:
+        """What the model sees."""
+        out = Brought.apply(out, self.cuts, self.last) if self.cuts or self.last else out
+        return out if self.columns is None else out[..., : self.columns].contiguous()
+
+
+def prepared(rule: OpRule, values: Mapping[str, Any]) -> Prepared | None:
+    """None where the op is to run as it is. A rule of the user's own sees what it expects."""
+    if not is_static() or rule not in (OP_RULES[F.linear], OP_RULES[torch.conv2d]):
+        return None
+    x, weight = values["input"], values["weight"]
+    if x.device.type not in _WHERE or x.dtype not in (torch.float32, torch.bfloat16) or weight.dtype != x.dtype:
+        return None
+    if rule is OP_RULES[F.linear]:
+        cuts = _allowed() and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
+        return _linear(dict(values), cuts)
+    if weight.dim() != 4 or weight.shape[1] < DEEP:
+        return None
+    values = {**values, "input": x.contiguous(memory_format=torch.channels_last)}
+    return Prepared(values, torch.conv2d(**values), None, False, True)
+
+
+def _allowed() -> bool:
+    """Whether the user lets matrix products of float32 run as TF32."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _linear(values: dict[str, Any], cuts: bool) -> Prepared | None:
+    weight, bias = values["weight"], values.get("bias")
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    more = -weight.shape[0] % _TO if weight.shape[0] >= _WIDE and weight.shape[0] % 8 else 0
+    if not more and not cuts:
+        return None
+    if cuts:
+        values["input"] = _cut(values["input"])
+    wide = F.pad(weight, (0, 0, 0, more)) if more else weight
+    wide_bias = F.pad(bias, (0, more)) if more and bias is not None else bias
+    out = F.linear(values["input"], wide, wide_bias)
+    return Prepared(values, out, weight.shape[0] if more else None, cuts, False)
+
+
+def _cut(x: Tensor) -> Tensor:
+    found: Tensor = Cut.apply(x)
+    return found
+
+
+def uses_of(rule: OpRule, call: Call, grad: Tensor, ready: Prepared | None) -> Iterator[tuple[str, Contribution]]:
+    """What the rule finds in the real columns; the weight's use with all of them, so that nothing is copied."""
+    if ready is None:
+        yield from rule.uses(call, grad)
+        return
+    for name, use in rule.uses(call, grad[..., : ready.columns] if ready.columns is not None else grad):
+        if ready.columns is not None and isinstance(use, Outer):
+            use = Outer(grad.reshape(*use.left.shape[:3], -1), use.right, use.size)
+        if isinstance(use, Outer):
+            use = replace(use, cut=ready.cuts)
+        yield name, use

@@ -1,0 +1,112 @@
+"""Convolutions without patches: norms from the Gram matrix of the input, here with TF32's precision on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipwise.clipping import engine_gradients
+from clipwise.engine import conv, reduce
+from clipwise.engine.patches import PatchGrad
+from clipwise.engine.products import cut
+from clipwise.engine.reduce import DenseGrad, Path
+
+WINDOWS = {  # images, height, width, channels, outputs, then the convolution
+    "3×3": ((5, 8, 8, 16, 24), {"kernel_size": 3, "padding": 1}),
+    "strides": ((4, 9, 7, 20, 70), {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}),
+    "rows left over": ((4, 8, 6, 16, 8), {"kernel_size": (2, 3), "stride": 3}),
+    "1×1, more outputs": ((3, 8, 8, 16, 40), {"kernel_size": 1, "stride": 2}),
+    "same": ((6, 6, 6, 32, 16), {"kernel_size": 3, "padding": "same", "dilation": 2}),
+}
+
+
+@pytest.fixture(autouse=True)
+def tf32(monkeypatch):
+    """What a GPU says."""
+    for module in (conv, reduce):
+        monkeypatch.setattr(module, "precision_of", lambda left, right: "tf32")
+
+
+def made(name, scale=1.0):
+    (n, h, w, c, p), options = WINDOWS[name]
+    torch.manual_seed(0)
+    model = nn.Conv2d(c, p, bias=False, **options)
+    return model, cut(scale * torch.randn(n, c, h, w)), {k: v for k, v in options.items() if k != "kernel_size"}
+
+
+def losses(model, batch):
+    return model(batch).square().flatten(1).sum(1)
+
+
+def one_by_one(model, x, options):
+    """Gradients of single examples in float64, of factors cut to TF32's bits."""
+    grads = []
+    for i in range(len(x)):
+        weight = model.weight.detach().double().requires_grad_()
+        left = cut(2 * model(x[i : i + 1]).detach()).double()
+        right = F.conv2d(x[i : i + 1].double(), weight, **options)
+        grads.append(torch.autograd.grad((right * left).sum(), weight)[0])
+    return torch.stack(grads)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_norms_and_sums_against_single_examples(name, scale):
+    model, x, options = made(name, scale)
+    truth = one_by_one(model, x, options)
+    exact = truth.flatten(1).norm(dim=1)
+    for form, kind in (("outer", PatchGrad), ("dense", DenseGrad)):
+        found = engine_gradients(model, losses, x, len(x), paths={"weight": Path(form, False)})
+        assert isinstance(found.reduced["weight"], kind)
+        norms = found.norms([["weight"]])[:, 0]
+        assert (norms >= exact * (1 - 1e-6 * (form == "dense"))).all()
+        assert (norms <= exact * 1.02).all()
+        weights = torch.rand(len(x), 1)
+        total = found.weighted_sum(weights, torch.ones(len(x), dtype=torch.bool), [["weight"]])["weight"]
+        expected = (truth * weights[:, :, None, None, None]).sum(0)
+        assert (total - expected).norm() <= 2e-3 * expected.norm()
+        assert total.norm() <= (weights[:, 0] * norms).sum()
+
+
+def test_an_example_that_is_not_finite_takes_part_in_nothing():
+    model, x, options = made("3×3")
+    x[1, 0, 3, 3] = float("nan")
+    found = engine_gradients(model, losses, x, len(x), paths={"weight": Path("outer", False)})
+    norms = found.norms([["weight"]])[:, 0]
+    assert norms.isnan().tolist() == [i == 1 for i in range(len(x))]
+    keep, weights = ~norms.isnan(), torch.ones(len(x), 1)
+    total = found.weighted_sum(weights, keep, [["weight"]])["weight"]
+    expected = one_by_one(model, x, options)[keep].sum(0)
+    assert (total - expected).norm() <= 2e-3 * expected.norm()
+
+
+def test_the_norm_does_not_depend_on_the_others():
+    model, x, _ = made("3×3")
+    paths = {"weight": Path("outer", False)}
+    alone = torch.cat([engine_gradients(model, losses, row[None], 1, paths=paths).norms([["weight"]]) for row in x])
+    together = engine_gradients(model, losses, x, len(x), paths=paths).norms([["weight"]])
+    assert torch.allclose(alone, together, rtol=1e-6)
+
+
+def test_ways_are_chosen_by_shapes():
+    """Early layers of a network have many positions and few channels; late ones the other way round."""
+    for side, channels, form in ((32, 64, "dense"), (4, 128, "outer")):
+        model, paths = nn.Conv2d(channels, channels, 3, padding=1, bias=False), {}
+        engine_gradients(model, losses, torch.randn(2, channels, side, side), 2, paths=paths)
+        assert paths["weight"].form == form
+
+
+def test_copies_of_an_example_count_as_one():
+    model, _, _ = made("3×3")
+    x = torch.randn(4, 2, 16, 8, 8)
+
+    def both(m, batch):
+        return losses(m, batch.flatten(0, 1)).view(-1, 2).sum(1)
+
+    found = engine_gradients(model, both, x, 4, paths={"weight": Path("outer", False)})
+    assert isinstance(found.reduced["weight"], DenseGrad)
+    for row, norm in zip(x, found.norms([["weight"]])[:, 0], strict=True):
+        alone = torch.autograd.grad(both(model, row[None]).sum(), model.weight)[0]
+        assert torch.allclose(alone.double().norm(), norm, rtol=2e-3)
