@@ -82,15 +82,14 @@ def features(images: Tensor, forward: Callable[[Tensor], Tensor], rows: int = 10
 
 
 def cifar10() -> Data:
-    """Features of all images; they are kept beside the weights, since making them takes a while."""
-    folder = find("resnet50", "model.json")
-    pixels, kept = load("cifar10"), folder / f"cifar10_{SIDE}.pt"
-    parts = torch.load(kept) if kept.exists() else _made(pixels, folder, kept)
+    """Features of all images; they are kept beside the images, since making them takes a while."""
+    pixels, kept = load("cifar10"), find("cifar10", "test_lables.json") / f"resnet50_{SIDE}.pt"
+    parts = torch.load(kept) if kept.exists() else _made(pixels, kept)
     return Data((parts[0], pixels.train[1]), (parts[1], pixels.test[1]), pixels.classes)
 
 
-def _made(pixels: Data, folder: Path, kept: Path) -> Part:
-    forward = network(read(folder))
+def _made(pixels: Data, kept: Path) -> Part:
+    forward = network(read(find("resnet50", "model.json")))
     mean, deviation = (torch.tensor(v)[:, None, None] for v in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
     parts = tuple(features((part[0] * deviation + mean) * 255, forward) for part in (pixels.train, pixels.test))
     torch.save(parts, kept)

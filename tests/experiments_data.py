@@ -52,6 +52,7 @@ def made(tmp_path, monkeypatch):
     made_pairs(tmp_path)
     made_restaurants(tmp_path)
     made_images(tmp_path)
+    made_resnet50(tmp_path)
     monkeypatch.setenv("CLIPWISE_DATA", str(tmp_path))
     return tmp_path
 
@@ -129,3 +130,36 @@ def made_restaurants(folder: Path) -> None:
     ]
     for file in ("trainset", "devset", "testset_w_refs"):
         (folder / "e2e" / f"{file}.csv.gz").write_bytes(gzip.compress(("mr,ref\n" + "\n".join(rows)).encode()))
+
+
+def resnet50_shapes(width: int = 4) -> dict[str, tuple[int, ...]]:
+    """Of every array of a ResNet-50, with `width` channels where the real one has 64."""
+    found, given = {"conv1": (7, 7, 3, width)}, width
+    for stage, blocks in {2: "abc", 3: "abcd", 4: "abcdef", 5: "abc"}.items():
+        inner = width * 2 ** (stage - 2)
+        for block in blocks:
+            name = f"res{stage}{block}_branch"
+            found |= {f"{name}2a": (1, 1, given, inner), f"{name}2b": (3, 3, inner, inner)}
+            found[f"{name}2c"] = (1, 1, inner, 4 * inner)
+            if block == "a":
+                found[f"{name}1"] = (1, 1, given, 4 * inner)
+            given = 4 * inner
+    every = {}
+    for name, shape in found.items():
+        every |= {f"{name}/kernel": shape, f"{name}/bias": shape[-1:]}
+        norm = "bn_conv1" if name == "conv1" else name.replace("res", "bn", 1)
+        every |= {f"{norm}/{part}": shape[-1:] for part in ("gamma", "beta", "moving_mean", "moving_variance")}
+    return every
+
+
+def made_resnet50(folder: Path) -> None:
+    """Weights as TensorFlow.js stores them, in two shards."""
+    rng = np.random.default_rng(0)
+    (folder / "resnet50").mkdir()
+    arrays = {name: rng.uniform(0.5, 1.0, shape).astype("<f4") / shape[0] for name, shape in resnet50_shapes().items()}
+    raw = b"".join(a.tobytes() for a in arrays.values())
+    for k, part in enumerate((raw[:1000], raw[1000:])):
+        (folder / "resnet50" / f"{k}.bin").write_bytes(part)
+    listed = [{"name": name, "shape": list(a.shape), "dtype": "float32"} for name, a in arrays.items()]
+    manifest = {"weightsManifest": [{"paths": ["0.bin", "1.bin"], "weights": listed}]}
+    (folder / "resnet50" / "model.json").write_text(json.dumps(manifest))
