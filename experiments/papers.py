@@ -68,7 +68,7 @@ P2 = (
         {"abadi": (88.56, None), "auto-s": (88.49, None), "psac": (88.69, None)},
     ),
 )
-IMAGENETTE = next(cell for cell in P2 if cell.recipe == "imagenette")
+FEATURES, IMAGENETTE = (next(c for c in P2 if c.recipe == name) for name in ("cifar10_features", "imagenette"))
 A4: Printed = {"bleu": (63.6, None), "rouge_l": (67.07, None)}  # GPT-2, AUTO-S, ε = 8
 P3 = _levels(
     "sst2",

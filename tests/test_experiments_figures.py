@@ -135,6 +135,13 @@ def test_the_clip_norms_of_both_kinds_are_compared(tmp_path):
     assert "is 60 along a run (n = 1), where DC-SGD-E takes 2 (n = 1): 30 times" in causes._resnet(tmp_path)
 
 
+def test_what_features_and_privacy_cost(tmp_path):
+    rows = [row(m, {}, a, s) for m, a in (("psac", 0.8), ("non-private", 0.85)) for s in range(2)]
+    written(tmp_path, "cifar10_features", rows)
+    told = causes._features(tmp_path)
+    assert "-9.4 points against the paper's (n = 2); privacy costs 5.0 points with PSAC (n = 2), and 1.6" in told
+
+
 def test_what_a_text_model_loses_is_split(tmp_path):
     rows = [row(m, {}, 0.5) | {"bleu": b} for m, b in (("auto-s", 45.0), ("non-private", 60.0))]
     written(tmp_path, "e2e", rows)
