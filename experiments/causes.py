@@ -115,7 +115,8 @@ def _features(results: Path) -> str:
     return (
         "**CIFAR-10 on features**: a ResNet-50 of ImageNet that sees the images at 64 pixels stands in for SimCLRv2. "
         f"Without privacy its features give {ceiling - printed[NON_PRIVATE][0]:+.1f} points against the paper's "
-        f"(n = {len(plain)}); privacy costs {paid:.1f} points with PSAC (n = {len(ours)}), and {theirs:.1f} in the paper."
+        f"(n = {len(plain)}); privacy costs {paid:.1f} points with PSAC (n = {len(ours)}), and {theirs:.1f} in "
+        "the paper."
     )
 
 
