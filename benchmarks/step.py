@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise as cw
+from clipwise.noise import NoiseSource
 
 
 def mnist_cnn() -> nn.Module:
@@ -120,6 +121,16 @@ def clipwise_step(
     return lambda: training.step(batch)
 
 
+def noise_step(make: Callable[[], nn.Module]) -> Callable[[], None]:
+    """What of a private step is the noise."""
+    source, sums = NoiseSource(), {name: p.detach().clone() for name, p in make().named_parameters()}
+
+    def step() -> None:
+        source.add_(sums, sensitivity=1.0, noise_multiplier=1.0, sequence=1, stream="gradient")
+
+    return step
+
+
 def opacus_step(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], ghost: bool) -> Callable[[], None]:
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader, TensorDataset
@@ -174,6 +185,7 @@ def main() -> None:
     for name, (make, batch) in work().items():
         both = arguments.compiled
         steps = {"plain": plain_step(make, batch, both), "clipwise": clipwise_step(make, batch, both)}
+        steps["of it noise"] = noise_step(make)
         try:
             if both:
                 raise ImportError("it does not compile")
