@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Some CPUs announce AMX and then fault on it: keep oneDNN to AVX-512.
 export DNNL_MAX_CPU_ISA := AVX512_CORE
 
-.PHONY: setup demo test lint faults mutants bench data docs clean
+.PHONY: setup demo test lint faults mutants bench data docs kernels clean
 
 setup: $(STAMP)
 
@@ -23,7 +23,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# Triton's interpreter runs the GPU kernels on a CPU. Where it cannot be had, their tests are skipped.
+.kernels/triton: constraints.txt
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .kernels --constraint constraints.txt triton
+	-touch -c .kernels/triton
+
+kernels: $(STAMP) .kernels/triton
+
+test: lint kernels
 	$(BIN)/python -m pytest -n 2
 
 faults: $(STAMP)
@@ -43,4 +50,4 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 clean:
-	rm -rf .venv build dist site *.egg-info
+	rm -rf .venv .kernels build dist site *.egg-info

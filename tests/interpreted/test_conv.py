@@ -1,0 +1,55 @@
+"""kernels_conv.py against single examples in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clipwise.engine.contributions import Window
+from clipwise.engine.kernels_conv import patch_products
+
+CASES = {  # images, height, width, channels, outputs; kernel, stride, padding, dilation
+    "3×3": ((5, 8, 8, 16, 24), ((3, 3), (1, 1), (1, 1), (1, 1))),
+    "strides": ((4, 9, 7, 20, 70), ((3, 2), (2, 1), (1, 0), (1, 2))),
+    "1×1": ((3, 8, 8, 32, 16), ((1, 1), (2, 2), (0, 0), (1, 1))),
+    "wide": ((3, 4, 4, 130, 130), ((2, 2), (2, 2), (0, 0), (1, 1))),
+}
+
+
+def made(name):
+    (n, h, w, c, p), (kernel, stride, before, dilation) = CASES[name]
+    torch.manual_seed(0)
+    x, weight = torch.randn(n, c, h, w, dtype=torch.float64), torch.zeros(p, c, *kernel, dtype=torch.float64)
+    out = F.conv2d(x, weight, None, stride, before, dilation)
+    grad, truth = torch.randn_like(out), []
+    for i in range(n):
+        own = weight.clone().requires_grad_()
+        alone = F.conv2d(x[i : i + 1], own, None, stride, before, dilation)
+        truth.append(torch.autograd.grad((alone * grad[i : i + 1]).sum(), own)[0])
+    window = Window(kernel, stride, before, dilation, tuple(out.shape[2:]))
+    left, seen = grad.flatten(2).mT.float().contiguous(), x.movedim(1, -1).float().contiguous()
+    return left, seen, window, torch.stack(truth)
+
+
+def close(found, truth):
+    return (found.double() - truth).abs().max() <= 1e-6 * truth.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_gradient_per_example(name):
+    left, x, window, truth = made(name)
+    every = torch.ones(len(x), dtype=torch.bool)
+    assert close(patch_products(left, x, every, *window, 1, False).movedim(-1, 2), truth)
+
+
+@pytest.mark.parametrize("each", [2, 3, 100])
+def test_sums_of_groups_without_dropped_images(each):
+    left, x, window, truth = made("3×3")
+    keep = torch.tensor([1, 0, 1, 1, 1]).bool()
+    left[1], x[1] = float("nan"), float("inf")
+    found = patch_products(left, x, keep, *window, each, True).movedim(-1, 2)
+    truth = torch.stack([(part * k[:, None, None, None, None]).sum(0) for part, k in zip(
+        truth.split(each), keep.double().split(each), strict=True
+    )])  # fmt: skip
+    assert close(found, truth)
