@@ -1,4 +1,5 @@
-"""Forward + backward on a GPU: plain and clipwise (norms and clipping included), eager and compiled, noise apart.
+"""Forward + backward on a GPU: plain and clipwise (norms and clipping included), eager and compiled, noise apart; and
+Opacus and fastDP, where they can be imported.
 
     python benchmarks/gpu.py [--rounds 20] [--only GPT ViT] [--out benchmarks/results/gpu.json]
 
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import torch.nn.functional as F
 from step import EncoderLayer, mnist_cnn
@@ -36,35 +38,45 @@ BEGAN = time.monotonic()
 
 
 class Gpt(nn.Module):
-    """GPT-2 small with a tied head: 124M parameters."""
+    """GPT-2 small with a tied head: 124M parameters. Peers get a head of its own."""
 
-    def __init__(self, words: int = 50257, length: int = 256, d: int = 768, layers: int = 12) -> None:
+    def __init__(
+        self, words: int = 50257, length: int = 256, d: int = 768, layers: int = 12, untied: bool = False
+    ) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(words, d), nn.Embedding(length, d)
         for table in (self.embed, self.place):
             nn.init.normal_(table.weight, std=0.02)
+        self.head = nn.Linear(d, words, bias=False) if untied else None
         self.blocks, self.norm = (
             nn.Sequential(*(EncoderLayer(d, 12, causal=True) for _ in range(layers))),
             nn.LayerNorm(d),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x) + self.place(torch.arange(x.shape[1], device=x.device))
-        return F.linear(self.norm(self.blocks(h)), self.embed.weight)
+        places = torch.arange(x.shape[1], device=x.device)
+        h = self.embed(x) + self.place(places if self.head is None else places.repeat(len(x), 1))
+        h = self.norm(self.blocks(h))
+        return F.linear(h, self.embed.weight) if self.head is None else self.head(h)
 
 
 class Vit(nn.Module):
     """ViT-B on 224 pixels: 196 tokens, mean pooling."""
 
-    def __init__(self, d: int = 768, layers: int = 12) -> None:
+    def __init__(self, d: int = 768, layers: int = 12, table: bool = False) -> None:
         super().__init__()
         self.cut = nn.Conv2d(3, d, 16, 16)
-        self.place = nn.Parameter(0.02 * torch.randn(196, d))
+        self.place = None if table else nn.Parameter(0.02 * torch.randn(196, d))
+        self.places = nn.Embedding(196, d) if table else None
         self.blocks, self.norm = nn.Sequential(*(EncoderLayer(d, 12) for _ in range(layers))), nn.LayerNorm(d)
         self.head = nn.Linear(d, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.cut(x).flatten(2).transpose(1, 2) + self.place
+        h = self.cut(x).flatten(2).transpose(1, 2)
+        if self.places is not None:
+            h = h + self.places(torch.arange(196, device=x.device).repeat(len(x), 1))
+        else:
+            h = h + self.place
         return self.head(self.norm(self.blocks(h)).mean(1))
 
 
@@ -135,7 +147,7 @@ def my_turn(folder: Path, others: int, wait: float, lock: Path) -> Iterator[None
         yield
 
 
-def measured(model: nn.Module, loss: Any, batch: Any, rounds: int, turn: Any) -> dict[str, float]:
+def measured(model: nn.Module, loss: Any, batch: Any, rounds: int, turn: Any, others: Any) -> dict[str, float]:
     parameters = trainable(model)
     rule, paths = cw.PSAC(), {}
     groups = rule.groups(list(parameters))
@@ -178,6 +190,7 @@ def measured(model: nn.Module, loss: Any, batch: Any, rounds: int, turn: Any) ->
     steps["whole"] = lambda: noised(private_compiled())
     with turn:
         found |= {f"{name}_ms": timed(step, rounds) for name, step in steps.items()}
+        found |= peers.measured(others, lambda step: timed(step, rounds))
     found["ratio_to_compiled"] = found["clipwise_compiled_ms"] / found["compiled_ms"]
     found["whole_ratio"] = found["whole_ms"] / found["compiled_ms"]
     found["memory_ratio"] = found["clipwise_compiled_gib"] / found["compiled_gib"]
@@ -185,7 +198,7 @@ def measured(model: nn.Module, loss: Any, batch: Any, rounds: int, turn: Any) ->
     return found
 
 
-def works() -> dict[str, Callable[[], tuple[nn.Module, Any, Any]]]:
+def works(simple: bool = False) -> dict[str, Callable[[], tuple[nn.Module, Any, Any]]]:
     def words_of(model: nn.Module) -> tuple[nn.Module, Any, Any]:
         tokens = torch.randint(0, 50257, (32, 256), device="cuda")
         return model, words, (tokens, tokens.roll(1, 1))
@@ -194,11 +207,16 @@ def works() -> dict[str, Callable[[], tuple[nn.Module, Any, Any]]]:
         batch = (torch.randn(*shape, device="cuda", dtype=dtype), torch.randint(0, 10, shape[:1], device="cuda"))
         return model, classes, batch
 
+    def pictures() -> tuple[nn.Module, Any, Any]:
+        return images(Vit(table=simple).cuda().to(half), 64, 3, 224, 224, dtype=half)
+
     half = torch.bfloat16
     return {
-        "GPT 124M, T 256, batch 32, bf16": lambda: words_of(Gpt().cuda().to(half)),
-        "GPT 124M, T 256, batch 32, TF32": lambda: words_of(Gpt().cuda()),
-        "ViT-B, 196 tokens, batch 64, bf16": lambda: images(Vit().cuda().to(half), 64, 3, 224, 224, dtype=half),
+        "GPT 124M, T 256, batch 32, bf16": lambda: words_of(Gpt(untied=simple).cuda().to(half)),
+        "GPT 124M, T 256, batch 32, TF32": lambda: words_of(Gpt(untied=simple).cuda()),
+        "ViT-B, 196 tokens, batch 64, bf16": lambda: images(
+            Vit(peers=peers).cuda().to(half), 64, 3, 224, 224, dtype=half
+        ),
         "ResNet18 (GN), 32 px, batch 256": lambda: images(resnet18().cuda(), 256, 3, 32, 32),
         "MNIST CNN, batch 512": lambda: images(mnist_cnn().cuda(), 512, 1, 28, 28),
     }
@@ -208,7 +226,9 @@ def one(name: str, rounds: int, folder: Path, others: int, wait: float, lock: Pa
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     try:
-        found: dict[str, Any] = measured(*works()[name](), rounds, my_turn(folder, others, wait, lock))
+        found: dict[str, Any] = measured(
+            *works()[name](), rounds, my_turn(folder, others, wait, lock), works(simple=True)[name]
+        )
     except Exception as error:
         found = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
         with my_turn(folder, 0, 0, lock):
