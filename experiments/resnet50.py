@@ -82,10 +82,11 @@ def features(images: Tensor, forward: Callable[[Tensor], Tensor], rows: int = 10
 
 
 def cifar10() -> Data:
-    """Features of all images; they are kept beside the images, since making them takes a while."""
+    """Features of all images, each of length 1; they are kept beside the images, since making them takes a while."""
     pixels, kept = load("cifar10"), find("cifar10", "test_lables.json") / f"resnet50_{SIDE}.pt"
     parts = torch.load(kept) if kept.exists() else _made(pixels, kept)
-    return Data((parts[0], pixels.train[1]), (parts[1], pixels.test[1]), pixels.classes)
+    train, test = (F.normalize(part) for part in parts)
+    return Data((train, pixels.train[1]), (test, pixels.test[1]), pixels.classes)
 
 
 def _made(pixels: Data, kept: Path) -> Part:

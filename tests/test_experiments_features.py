@@ -44,6 +44,7 @@ def test_a_folded_convolution_is_a_convolution_and_a_batch_norm(weights):
 def test_features_are_made_once_and_trained_on(weights, made, tmp_path):
     data = datasets.load("cifar10_resnet50")
     assert data.train[0].shape == (20, 4 * 4 * 8)
+    assert torch.allclose(data.train[0].norm(dim=1), torch.ones(20))
     assert (made / "cifar10" / "resnet50_64.pt").exists()
     (weights / "model.json").write_text("{}")  # not read again
     assert torch.equal(datasets.load("cifar10_resnet50").train[0], data.train[0])
