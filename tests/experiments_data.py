@@ -156,7 +156,11 @@ def made_resnet50(folder: Path) -> None:
     """Weights as TensorFlow.js stores them, in two shards."""
     rng = np.random.default_rng(0)
     (folder / "resnet50").mkdir()
-    arrays = {name: rng.uniform(0.5, 1.0, shape).astype("<f4") / shape[0] for name, shape in resnet50_shapes().items()}
+    arrays = {
+        name: rng.normal(0, np.prod(shape[:3]) ** -0.5, shape) if len(shape) == 4 else rng.uniform(0.5, 1.0, shape)
+        for name, shape in resnet50_shapes().items()
+    }
+    arrays = {name: array.astype("<f4") for name, array in arrays.items()}
     raw = b"".join(a.tobytes() for a in arrays.values())
     for k, part in enumerate((raw[:1000], raw[1000:])):
         (folder / "resnet50" / f"{k}.bin").write_bytes(part)
