@@ -15,7 +15,7 @@ import clipwise as cw
 from clipwise import errors
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine import prepared
-from clipwise.engine.compiled import Compiled, _traced
+from clipwise.engine.compiled import Compiled, _growing_memory, _traced
 from clipwise.engine.static import static
 
 X, Y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
@@ -305,9 +305,16 @@ def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
     """What a GPU does for convolutions and TF32, here on a CPU: channels last, and 11 bits of every factor."""
     monkeypatch.setattr("clipwise.engine.prepared._WHERE", frozenset({"cpu"}))
     monkeypatch.setattr(prepared, "_allowed", lambda: cuts)
+    strides = []
+
+    class Flat(nn.Module):  # one that looks at how its input lies in memory
+        def forward(self, x):
+            strides.append(x.stride())
+            return x.view(len(x), -1)
+
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, 2, padding=1), nn.ReLU(inplace=True), nn.Conv2d(16, 8, 3, padding="same", bias=False),
-        nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8 * 16, 5),
+        Flat(), nn.Linear(8 * 16, 5),
     )  # fmt: skip
     rule = cw.PSAC()
     groups = rule.groups(list(trainable(model)))
@@ -324,6 +331,7 @@ def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
     truth, norms = step(batch, mask, 1.0)
     assert not seen
     found, again = Compiled(model, step)(batch, mask, 1.0)
+    assert len(set(strides)) == 1
     assert {(r.last, r.cuts) for r in seen} == ({(True, False), (False, True)} if cuts else {(True, False)})
     assert all(r.values["input"].is_contiguous(memory_format=torch.channels_last) for r in seen if r.last)
     far = 4e-3 if cuts else 1e-5
@@ -332,3 +340,21 @@ def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
         assert (found[name] - value).norm() <= far * value.norm(), name
     if cuts:  # each factor has 11 bits, and the sums are those of the numbers that norms were taken of
         assert any(not torch.equal(found[name], value) for name, value in truth.items())
+
+
+def test_memory_that_grows_leaves_the_users_settings(monkeypatch):
+    """On a machine with a GPU, told by its strings."""
+    now = ["max_split_size_mb:128"]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: now[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", now.append, raising=False)
+    try:
+        with _growing_memory():
+            assert now[-1] == "max_split_size_mb:128,expandable_segments:True"
+            raise KeyError
+    except KeyError:
+        pass
+    assert now[-1] == "max_split_size_mb:128,expandable_segments:False"
+    now[:] = ["expandable_segments:True"]
+    with _growing_memory():
+        assert len(now) == 1

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipwise.clipping import engine_gradients
-from clipwise.engine import conv, reduce
+from clipwise.engine import contributions, conv, reduce
 from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import cut
 from clipwise.engine.reduce import DenseGrad, Path
@@ -25,7 +25,7 @@ WINDOWS = {  # images, height, width, channels, outputs, then the convolution
 @pytest.fixture(autouse=True)
 def tf32(monkeypatch):
     """What a GPU says."""
-    for module in (conv, reduce):
+    for module in (conv, contributions, reduce):
         monkeypatch.setattr(module, "precision_of", lambda left, right: "tf32")
 
 
@@ -110,3 +110,31 @@ def test_copies_of_an_example_count_as_one():
     for row, norm in zip(x, found.norms([["weight"]])[:, 0], strict=True):
         alone = torch.autograd.grad(both(model, row[None]).sum(), model.weight)[0]
         assert torch.allclose(alone.double().norm(), norm, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("c", "p", "k"), [(20, 24, 1), (17, 18, 1), (17, 160, 3), (16, 8, 3)])
+def test_the_bound_covers_the_factor_that_takes_the_weights(c, p, k):
+    """Factors are padded to whole lines of memory, and which one is smaller may change with it."""
+    found = engine_gradients(
+        nn.Conv2d(c, p, k, bias=False), losses, torch.randn(2, c, 6, 6), 2, paths={"weight": Path("outer", False)}
+    )
+    grad = found.reduced["weight"]
+    assert grad.weighs_left == (grad.instead.uses.left.shape[3] <= grad.instead.uses.right.shape[3])
+    seen = []
+    real = type(grad.instead)._weighted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(grad.instead), "_weighted", lambda s, x, *rest: seen.append(x) or real(s, x, *rest))
+        grad.weighted_sum(torch.ones(2), torch.ones(2, dtype=torch.bool))
+    assert seen[0] is (grad.instead.uses.left if grad.weighs_left else grad.instead.uses.right)
+
+
+def test_factors_of_derived_weights_are_cut_as_well():
+    """A weight norm's gradient is made first and then pushed back: of the same numbers as any other."""
+    seen = []
+    real = contributions.product
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contributions, "product", lambda a, b, *rest: seen.extend((a, b)) or real(a, b, *rest))
+        model = nn.utils.parametrizations.weight_norm(nn.Linear(12, 7, bias=False))
+        engine_gradients(model, lambda m, b: m(b).square().sum((1, 2)), torch.randn(3, 5, 12), 3)
+    assert seen
+    assert all(torch.equal(cut(x), x) for x in seen)

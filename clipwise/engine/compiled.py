@@ -132,15 +132,19 @@ def _apart(values: list[Tensor]) -> list[Tensor]:
 @contextmanager
 def _growing_memory() -> Iterator[None]:
     """Memory that grows in one piece: what the graph holds for good has no gaps. Where this torch knows how."""
-    chosen = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if chosen is None or torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", True):
+    read, write = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))
+    if read is None or write is None or torch.cuda.get_allocator_backend() != "native":
         yield
         return
-    chosen("expandable_segments:True")
+    before = read() or ""
+    if "expandable_segments" in before:  # the user's choice
+        yield
+        return
+    write(",".join(filter(None, (before, "expandable_segments:True"))))  # each write replaces all settings
     try:
         yield
     finally:
-        chosen("expandable_segments:False")
+        write(",".join(filter(None, (before, "expandable_segments:False"))))
 
 
 class _Replayed:

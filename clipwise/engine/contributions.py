@@ -6,14 +6,14 @@ Shape letters: b examples, g groups, t positions, p and d the two sides of a wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._types import sum_dtype
-from .products import precision_of, product
+from .products import cut, precision_of, product
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,15 @@ class Rows:
 
 Contribution = Dense | Outer | Unfolded | Rows
 _PART = (2**22, 2**26)  # entries of the patches that are made at a time: on a CPU they stay in the last cache
+
+
+def as_multiplied(use: Contribution) -> Contribution:
+    """TF32 factors are cut once, here: no kernel that one batch or another picks can then cut them otherwise."""
+    if isinstance(use, Unfolded) and precision_of(use.left, use.input) == "tf32":
+        return replace(use, left=cut(use.left), input=cut(use.input))
+    if isinstance(use, Outer) and not use.cut and precision_of(use.left, use.right) == "tf32":
+        return replace(use, left=cut(use.left), right=cut(use.right))
+    return use
 
 
 def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor], None] | None = None) -> Tensor:

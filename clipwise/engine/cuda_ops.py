@@ -105,8 +105,10 @@ def _kept_product(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool,
         aside = spare[: part.numel()].view(part.shape)
         move_rows(part, aside, dropped, back=False)
         first, second = (part, right) if hide_left else (left, part)
-        _multiply(first.mT, second, precision, to)
-        move_rows(part, aside, dropped, back=True)
+        try:
+            _multiply(first.mT, second, precision, to)
+        finally:
+            move_rows(part, aside, dropped, back=True)
     return out
 
 

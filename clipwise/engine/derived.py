@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._types import sum_dtype
 from ..errors import UnsupportedOp
-from .contributions import Contribution, Dense, Outer, Rows, materialise
+from .contributions import Contribution, Dense, Outer, Rows, as_multiplied, materialise
 
 Kind = Literal["same", "transposed", "other"]
 
@@ -85,7 +85,7 @@ class Derived:
 
     def push_back(self, uses: Sequence[Contribution]) -> list[tuple[Source, Dense]]:
         """Per-example gradients of the parameters, through the derivation, for all uses together."""
-        total = sum(materialise(use, self.value.shape) for use in uses)
+        total = sum(materialise(as_multiplied(use), self.value.shape) for use in uses)
         assert isinstance(total, Tensor)
         shadows = [source.shadow for source in self.sources]
         grads = torch.autograd.grad(

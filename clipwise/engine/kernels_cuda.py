@@ -230,12 +230,14 @@ def gram_bounds(
     for stream in streams[1:]:
         stream.wait_stream(main)
     order = sorted(range(len(lefts)), key=lambda i: -lefts[i][0].numel() - rights[i][0].numel())
-    for number, i in enumerate(order):
-        with torch.cuda.stream(streams[number % len(streams)]):
-            _fill(lefts[i], rights[i], tf32[i], *held[i])
-            _gram_bound(lefts[i], rights[i], *held[i], more[i], errors[4 * i : 4 * i + 4], out[i])
-    for stream in streams[1:]:
-        main.wait_stream(stream)
+    try:
+        for number, i in enumerate(order):
+            with torch.cuda.stream(streams[number % len(streams)]):
+                _fill(lefts[i], rights[i], tf32[i], *held[i])
+                _gram_bound(lefts[i], rights[i], *held[i], more[i], errors[4 * i : 4 * i + 4], out[i])
+    finally:  # whatever happens: nobody may use this memory while they write
+        for stream in streams[1:]:
+            main.wait_stream(stream)
     return out
 
 

@@ -38,6 +38,10 @@ def example_gradients(left: Tensor, x: Tensor, window: Window, copies: int) -> T
 class Weighted(Protocol):
     """What a weighted sum needs."""
 
+    @property
+    def weighs_left(self) -> bool:
+        """Which factor takes the weights."""
+
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Σ_i weights_i·g_i over the examples with keep_i."""
 
@@ -49,7 +53,7 @@ class PatchGrad:
     left: Tensor  # [b, t, p]
     input: Tensor  # [b, *in, c]
     window: Window
-    shape: tuple[int, ...]  # [p, c, *kernel]
+    shape: tuple[int, ...]  # of the parameter: [p, c, *kernel], or any reshape of it
     precision: Precision
     instead: Weighted | None = None  # takes the sum, for factors that the kernel is slow with
 
@@ -57,9 +61,14 @@ class PatchGrad:
         """From the Gram matrices of outputs and of patches, as a bound (gram.py)."""
         own = inner_products(self.left, torch.float32, self.precision)
         seen = self._seen(inner_products(self.input.flatten(1, 2), torch.float32, self.precision))
-        sides = (self.left.shape[2], self.shape[1] * self.window.kernel[0] * self.window.kernel[1])
-        weigh_left = self.instead is None or sides[0] <= sides[1]
-        return gram_of((own[:, None], seen[:, None]), sides, torch.float32, self.precision, weigh_left).bound()
+        sides = (self.left.shape[2], self.input.shape[3] * self.window.kernel[0] * self.window.kernel[1])
+        found = gram_of((own[:, None], seen[:, None]), sides, torch.float32, self.precision, self.weighs_left)
+        return found.bound()
+
+    @property
+    def weighs_left(self) -> bool:
+        """Which factor takes the weights."""
+        return self.instead is None or self.instead.weighs_left
 
     def _seen(self, products: Tensor) -> Tensor:
         """[b, in, in] of the input to [b, t, t] of its patches."""

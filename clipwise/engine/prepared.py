@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from .contributions import Contribution, Outer
 from .conv import DEEP
@@ -70,10 +71,12 @@ class Prepared:
     columns: int | None  # those that are real, where there are more
     cuts: bool
     last: bool
+    turned: bool = False  # the output's channels would not lie last
 
     def shown(self, out: Tensor) -> Tensor:
-        """What the model sees."""
+        """What the model sees: the output as it would have been, for models that look at how it lies in memory."""
         out = Brought.apply(out, self.cuts, self.last) if self.cuts or self.last else out
+        out = out.contiguous() if self.turned else out
         return out if self.columns is None else out[..., : self.columns].contiguous()
 
 
@@ -89,8 +92,9 @@ def prepared(rule: OpRule, values: Mapping[str, Any]) -> Prepared | None:
         return _linear(dict(values), cuts)
     if weight.dim() != 4 or weight.shape[1] < DEEP:
         return None
+    turned = torch.channels_last not in (suggest_memory_format(x), suggest_memory_format(weight))
     values = {**values, "input": x.contiguous(memory_format=torch.channels_last)}
-    return Prepared(values, torch.conv2d(**values), None, False, True)
+    return Prepared(values, torch.conv2d(**values), None, False, True, turned)
 
 
 def _allowed() -> bool:

@@ -13,14 +13,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .._types import sum_dtype
-from .contributions import Contribution, Outer, Rows, Unfolded, Window, materialise, merge_outer, merge_rows
+from .contributions import (
+    Contribution,
+    Outer,
+    Rows,
+    Unfolded,
+    Window,
+    as_multiplied,
+    materialise,
+    merge_outer,
+    merge_rows,
+)
 from .gram import Gram, gram, gram_bounds, is_fused
 from .patches import PatchGrad, example_gradients
 from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
@@ -156,23 +166,28 @@ class OuterGrad:
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
         left, right = self.uses.left, self.uses.right
-        if weigh_left := left.shape[3] <= right.shape[3]:
+        if self.weighs_left:
             left = self._weighted(left, weights, keep)
         else:
             right = self._weighted(right, weights, keep)
         rows = max(1, _ROWS // left.shape[2])
         parts = [
-            self._product(left[i : i + rows], right[i : i + rows], keep[i : i + rows], weigh_left)
+            self._product(left[i : i + rows], right[i : i + rows], keep[i : i + rows])
             for i in range(0, len(left), rows)
         ]
         total = functools.reduce(torch.add, parts)
         p, d = self.uses.size
         return total[..., :p, :d].reshape(self.shape)
 
-    def _product(self, left: Tensor, right: Tensor, keep: Tensor, weigh_left: bool) -> Tensor:
+    @property
+    def weighs_left(self) -> bool:
+        """The smaller factor takes the weights, as it lies in memory; gram.py counts on it."""
+        return self.uses.left.shape[3] <= self.uses.right.shape[3]
+
+    def _product(self, left: Tensor, right: Tensor, keep: Tensor) -> Tensor:
         """Of the factors [b, g, t, ·]; the one without weights may hold NaN in rows that are not kept."""
         if left.shape[1] == 1 and left.device.type == "cuda" and self.dtype == torch.float32:
-            return kept_product(left.flatten(0, 2), right.flatten(0, 2), ~keep, not weigh_left, self.precision)
+            return kept_product(left.flatten(0, 2), right.flatten(0, 2), ~keep, not self.weighs_left, self.precision)
         left, right = (_all_rows(select(x, keep)) for x in (left, right))
         return product(left.mT, right, self.dtype, self.precision)
 
@@ -309,7 +324,7 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
 def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
-    uses = [_as_multiplied(u) if isinstance(u, (Outer, Unfolded)) else u for u in uses]
+    uses = [as_multiplied(u) for u in uses]
     if len(uses) == 1 and isinstance(uses[0], Unfolded) and uses[0].window is not None:
         return _in_place(uses[0], uses[0].window, shape, name, paths)
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
@@ -333,15 +348,6 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
     for use in uses[1:]:
         total = total + materialise(use, shape)
     return DenseGrad(total)
-
-
-def _as_multiplied(use: Outer | Unfolded) -> Outer | Unfolded:
-    """TF32 factors are cut once, here: no kernel that one batch or another picks can then cut them otherwise."""
-    if precision_of(use.left, _right(use)) != "tf32":
-        return use
-    if isinstance(use, Unfolded):
-        return replace(use, left=cut(use.left), input=cut(use.input))
-    return use if use.cut else replace(use, left=cut(use.left), right=cut(use.right))
 
 
 def _precision(uses: Sequence[Outer | Unfolded]) -> Precision:

@@ -17,8 +17,12 @@ from small_runs import RULES, X, Y, losses, network, run, summed, weights
 from torch import nn
 
 import clipwise as cw
+from clipwise.clipping import engine_gradients
+from clipwise.engine import contributions, conv, reduce
 from clipwise.engine.contributions import Outer
 from clipwise.engine.ops import OP_RULES
+from clipwise.engine.patches import PatchGrad
+from clipwise.engine.products import cut
 from clipwise.engine.reduce import OuterGrad
 
 
@@ -127,6 +131,46 @@ def test_04_the_factor_that_takes_the_weights_may_be_rounded():
         weight = (1 + eighths / 300) / norm
         total = grad.weighted_sum(torch.tensor([weight]), torch.ones(1, dtype=torch.bool))
         assert float(total.double().norm()) <= weight * norm
+
+
+def cancelling_factor():
+    """64 positions × 64: signs that cancel, and magnitudes that lose much or little when they take a weight."""
+    signs = torch.ones(1, 1)
+    for _ in range(6):
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    bits = torch.tensor([[(k >> j) & 1 for j in range(6)] for k in range(64)])
+    bent = 1 - 2 * ((bits[:, 0] * bits[:, 1] + bits[:, 2] * bits[:, 3] + bits[:, 4] * bits[:, 5]) % 2)
+    signs = bent[:, None] * signs
+    return cut(torch.where(signs * signs.sum(0).sign() > 0, 1.50293, -1.5))
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 1, 1), (64, 1, 64), (64 * 64,), (8, 8, 64)])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_04_convolutions_without_patches(shape, kernel, monkeypatch):
+    """TF32, as a GPU takes it; the parameter may be any reshape of the weight."""
+    for module in (contributions, conv, reduce):
+        monkeypatch.setattr(module, "precision_of", lambda left, right: "tf32")
+
+    class Viewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(math.prod(shape) * kernel**2).view(*shape[:-1], -1))
+
+        def forward(self, x):
+            return F.conv2d(x, self.weight.view(64, 64, kernel, kernel), padding=kernel // 2)
+
+    batch = torch.ones(1, 64, 8, 8), cancelling_factor().T.reshape(1, 64, 8, 8)
+    found = engine_gradients(
+        Viewed(),
+        lambda m, b: (m(b[0]) * b[1]).flatten(1).sum(1),
+        batch,
+        1,
+        paths={"weight": reduce.Path("outer", False)},
+    )
+    assert isinstance(found.reduced["weight"], PatchGrad)
+    norm, weight = float(found.norms([["weight"]])), cut(torch.tensor([[1.33203]]))
+    total = found.weighted_sum(weight, torch.ones(1, dtype=torch.bool), [["weight"]])["weight"]
+    assert 0.98 * norm <= float(total.double().norm() / weight) <= norm
 
 
 def test_04_what_the_user_allows_the_model_on_a_cpu_does_not_reach_the_engine():
