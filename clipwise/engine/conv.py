@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from .op_rule import Call, Uses, per_channel
 from .products import precision_of
 
 DEEP = 16  # channels from which kernels read patches where they lie (patches.py)
+_PLACES = 512  # of a kernel, up to which the room for rounding covers their sum too
 
 
 def _pairs(value: Any, dims: int) -> tuple[int, ...]:
@@ -72,7 +74,8 @@ def conv(call: Call, grad: Tensor) -> Uses:
             yield "weight", Dense(made if copies == 1 else made.unflatten(0, (-1, copies)).sum(1))
             return
 
-        in_place = groups == 1 and dims == 2 and weight.shape[1] >= DEEP and precision_of(grad, x) != "exact"
+        in_place = groups == 1 and dims == 2 and weight.shape[1] >= DEEP and math.prod(kernel) <= _PLACES
+        in_place = in_place and precision_of(grad, x) != "exact"
         padded = x if in_place else _padded(x, kernel, call)
 
         def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
