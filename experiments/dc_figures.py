@@ -123,6 +123,7 @@ def paid_figure(found: dict[str, Any]) -> Any:
         if ours := by_seed(found["rows"], method, cell.settings):
             mean, label = statistics.mean(ours.values()), f"{LABELS[method]}, no search (mean of {len(ours)})"
             axis.axhline(mean, color="black", lw=1.1, ls=style, label=label)
+    axis.margins(y=0.08)
     axis.set(xscale="log", xlabel="clip norm C", ylabel="test accuracy, percent")
     axis.set_title(f"{cell.label}, search included", fontsize=10)
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -240,6 +240,7 @@ def text(results: Path = RESULTS) -> str:
         "Claims": "From the numbers below. Differences are paired by seed, with 95% intervals by Student's t; of "
         "twenty such intervals one misses the truth by chance.\n\n" + claims_table(claims(results)),
         "P table 2, A table 1": TABLES["P2"](results=results),
+        "P table 2 on features at other learning rates": TABLES["features"](results=results),
         "P figure 4 in numbers (Fashion-MNIST, one seed)": TABLES["P4"](results=results),
         "P table 3, A table 2: SST-2": TABLES["P3"](results=results),
         "A table 4: E2E at (8, 8e-6)": TABLES["A4"](results=results),

@@ -129,6 +129,15 @@ def imagenette() -> list[Point]:
     return rules + [("imagenette", "psac", {"model": m}) for m in ("resnet9-scaled", "resnet9-16-groups")]
 
 
+FEATURE_RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
+FEATURE_RULES = ("psac", "auto-s", "abadi")
+
+
+def features() -> list[Point]:
+    """CIFAR-10 on features at other learning rates than the paper's 4, which is the row of table 2."""
+    return [("cifar10_features", m, {"lr": rate}) for rate in FEATURE_RATES for m in FEATURE_RULES if rate != 4.0]
+
+
 def glue() -> list[Point]:
     """P table 3, A table 2, on SST-2: each rule at two ε, and without privacy."""
     methods = ("abadi", "auto-v", "auto-s", "psac")
@@ -182,6 +191,7 @@ SWEEPS = {
     "names": names,
     "imagenette": imagenette,
     "copies": copies,
+    "features": features,
     "best": best,
     "choice": choice,
     "percentiles": percentiles,

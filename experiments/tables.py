@@ -12,7 +12,7 @@ from .papers import A4, BEYOND, D8, LABELS, P2, P3, WANTED, Cell
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
-from .sweeps import BEST, COPIES, KNOBS, RATES, WITHOUT, choice, copies_settings
+from .sweeps import BEST, COPIES, FEATURE_RATES, FEATURE_RULES, KNOBS, RATES, WITHOUT, choice, copies_settings
 
 
 def tuning_table(results: Path = RESULTS) -> str:
@@ -163,6 +163,19 @@ def choice_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def features_table(results: Path = RESULTS) -> str:
+    """CIFAR-10 on features: whether the order of the rules is that of one learning rate."""
+    heads = " | ".join(f"lr {rate:g}" for rate in FEATURE_RATES)
+    lines = [f"| method | {heads} |", "|---" * (len(FEATURE_RATES) + 1) + "|"]
+    for method in FEATURE_RULES:
+        cells = []
+        for rate in FEATURE_RATES:
+            found = accuracies("cifar10_features", method, {} if rate == 4.0 else {"lr": rate}, results)
+            cells.append(f"{spread(found.values())} (n = {len(found)})" if found else "not run")
+        lines.append(f"| {LABELS[method]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def copies_table(results: Path = RESULTS) -> str:
     """What several moved views of each example bring."""
     lines = ["| views | accuracy | n | views − one, pairs |", "|---|---|---|---|"]
@@ -210,4 +223,5 @@ TABLES = {
     "best": best_table,
     "choice": choice_table,
     "copies": copies_table,
+    "features": features_table,
 }

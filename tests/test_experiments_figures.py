@@ -142,6 +142,14 @@ def test_what_features_and_privacy_cost(tmp_path):
     assert "-9.4 points against the paper's (n = 2); privacy costs 5.0 points with PSAC (n = 2), and 1.6" in told
 
 
+def test_rates_of_the_feature_runs_stand_beside_the_papers(tmp_path):
+    rows = [row("psac", {}, 0.75, 0), row("psac", {}, 0.77, 1), row("psac", {"lr": 8.0}, 0.7)]
+    written(tmp_path, "cifar10_features", rows)
+    wanted = "| PSAC | not run | not run | 76.00 ± 1.41 (n = 2) | 70.00 (n = 1) | not run |"
+    assert wanted in tables.features_table(tmp_path)
+    assert all(settings["lr"] != 4.0 for _, _, settings in sweeps.features())
+
+
 def test_what_a_text_model_loses_is_split(tmp_path):
     rows = [row(m, {}, 0.5) | {"bleu": b} for m, b in (("auto-s", 45.0), ("non-private", 60.0))]
     written(tmp_path, "e2e", rows)
