@@ -47,19 +47,25 @@ class Cut(torch.autograd.Function):
 
 
 class Brought(torch.autograd.Function):
-    """The same tensor; its gradient is cut, and laid out as products take it."""
+    """The same tensor, or its real columns; its gradient is cut, and laid out as products take it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, cuts: bool, last: bool) -> Tensor:
-        """An alias, and no view (edges.py)."""
-        ctx.cuts, ctx.last = cuts, last
-        return y.detach()
+    def forward(ctx: Any, y: Tensor, cuts: bool, last: bool, columns: int | None) -> Tensor:
+        """An alias or a copy, and no view (edges.py)."""
+        ctx.cuts, ctx.last, ctx.more = cuts, last, 0 if columns is None else y.shape[-1] - columns
+        return y.detach() if columns is None else y[..., :columns].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """One gradient, for the op before and for the products."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """One gradient, for the op before and for the products.
+
+        Columns that are not real are put beside it, and not around it: a compiler then writes the gradient where it
+        stays, in the pass over each row that has made it.
+        """
         grad = grads[0].contiguous(memory_format=torch.channels_last) if ctx.last else grads[0]
-        return cut(grad) if ctx.cuts else grad, None, None
+        grad = cut(grad) if ctx.cuts else grad
+        beside = (grad, grad.new_zeros(*grad.shape[:-1], ctx.more))
+        return torch.cat(beside, dim=-1) if ctx.more else grad, None, None, None
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,8 @@ class Prepared:
 
     def shown(self, out: Tensor) -> Tensor:
         """What the model sees: the output as it would have been, for models that look at how it lies in memory."""
-        out = Brought.apply(out, self.cuts, self.last) if self.cuts or self.last else out
-        out = out.contiguous() if self.turned else out
-        return out if self.columns is None else out[..., : self.columns].contiguous()
+        out = Brought.apply(out, self.cuts, self.last, self.columns)
+        return out.contiguous() if self.turned else out
 
 
 def prepared(rule: OpRule, values: Mapping[str, Any]) -> Prepared | None:
