@@ -22,7 +22,7 @@ import torch
 
 from clipwise.engine.contributions import Outer, materialise
 from clipwise.engine.products import exact_products, precision_of
-from clipwise.engine.reduce import DenseGrad, OuterGrad, choose_path
+from clipwise.engine.reduce import DenseGrad, OuterGrad, choose_path, squared_norms
 
 SHAPES = {
     "cpu": [(8, 128, 128), (8, 256, 256), (8, 256, 1024)],
@@ -67,7 +67,7 @@ def row(b: int, p: int, d: int, t: int, device: str, rounds: int) -> dict[str, A
     use = Outer(left, right)
 
     def both(grad: OuterGrad | DenseGrad) -> None:
-        grad.squared_norms()
+        squared_norms([grad])
         grad.weighted_sum(weights, keep)
 
     run = {

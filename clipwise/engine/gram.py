@@ -34,7 +34,7 @@ class Gram:
     lost: Tensor  # [b]: what underflow may have taken from G
     used: Tensor  # [b]: positions that are not zero, so that padding does not change an example's norm
     error: float  # κ·u
-    unit: float  # u
+    unit: float  # u of the sum
     rounded: Tensor | float  # [b]: what rounding of factors can add to the norm
 
     @property
@@ -75,8 +75,8 @@ def gram_bounds(uses: Sequence[Outer], precisions: Sequence[Precision], more: Te
     return found
 
 
-def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
-    """By the fused kernel where there is one."""
+def gram(uses: Outer, dtype: torch.dtype, precision: Precision, sums: torch.dtype | None = None) -> Gram:
+    """Of inner products in `dtype`, for a sum in `sums` (the same if not given); fused where there is a kernel."""
     left, right = uses.left, uses.right
     size, groups, t, p = left.shape
     sides = (p, right.shape[3])
@@ -84,21 +84,28 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision) -> Gram:
         products = [
             inner_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right)
         ]
-        return gram_of(products, sides, dtype, precision, p <= sides[1])
-    sums, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
-    total, *spreads = sums.reshape(3, size, groups).unbind(0)
+        return gram_of(products, sides, dtype, precision, p <= sides[1], sums)
+    found, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
+    total, *spreads = found.reshape(3, size, groups).unbind(0)
     return _gram(total, squares.unbind(0), spreads, sides, dtype, _errors(sides, dtype, precision, p <= sides[1]))
 
 
 def gram_of(
-    products: Sequence[Tensor], sides: tuple[int, int], dtype: torch.dtype, precision: Precision, weigh_left: bool
+    products: Sequence[Tensor],
+    sides: tuple[int, int],
+    dtype: torch.dtype,
+    precision: Precision,
+    weigh_left: bool,
+    sums: torch.dtype | None = None,
 ) -> Gram:
     """From the inner products of positions [b, g, t, t], left and right."""
-    errors = _errors(sides, dtype, precision, weigh_left)
+    sums = sums or dtype
+    error, *rest = _errors(sides, dtype, precision, weigh_left)
+    errors = (error, rest[0] if sums == dtype else unit_roundoff(sums), rest[1], rest[2])
     total = (products[0] * products[1]).sum((2, 3), dtype=torch.float64)
     diagonals = [x.diagonal(dim1=2, dim2=3) for x in products]
     spreads = [x.double().square().sum((2, 3)) for x in products] if any(errors[2:]) else []
-    return _gram(total, diagonals, spreads, sides, dtype, errors)
+    return _gram(total, diagonals, spreads, sides, sums, errors)  # what underflows in the sum is lost as well
 
 
 def _gram(

@@ -56,7 +56,7 @@ class Path:
     """How one parameter's gradients are reduced: fixed at its first use, so that no later batch can change it."""
 
     form: Literal["dense", "outer"]
-    wide: bool  # outer: products and sums in float64
+    wide: bool  # outer: inner products in float64
     single: bool = False  # outer: one position, so that n = ‖l‖‖r‖
 
 
@@ -138,14 +138,14 @@ class OuterGrad:
 
     uses: Outer
     shape: tuple[int, ...]
-    wide: bool = False  # in float64
+    wide: bool = False  # inner products in float64
     single: bool = False  # ‖l‖‖r‖ while there is one position
     precision: Precision = "exact"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of products and sums."""
-        return torch.float64 if self.wide or self.uses.left.dtype == torch.float64 else torch.float32
+        """Of the sum."""
+        return torch.float64 if self.uses.left.dtype == torch.float64 else torch.float32
 
     def squared_norms(self) -> Tensor:
         """‖l‖²‖r‖² for one position, else the Gram form with its bound."""
@@ -161,7 +161,7 @@ class OuterGrad:
 
     def gram(self) -> Gram:
         """What the norm is made of."""
-        return gram(self.uses, self.dtype, self.precision)
+        return gram(self.uses, torch.float64 if self.wide else self.dtype, self.precision, self.dtype)
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
@@ -274,7 +274,7 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
 
     Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
     gradient has p·d entries to write and to read twice (about 10 operations each, on the machines tried), and many
-    small products run at two thirds the speed of a large one (t more per entry). In float64 the Gram form and its sum
+    small products run at two thirds the speed of a large one (t more per entry). In float64 inner products
     take twice as long. A gradient much larger than the activations is materialised only where t is very large. Tensor
     cores compute far faster than memory takes entries, and their kernel does half of the symmetric products.
     """
@@ -283,7 +283,7 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
         dense = p * d * entry < t * (t + 128) * (p + d)
         return Path("dense" if t > 1 and dense else "outer", False, t == 1)
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
-    more = 4 * t * t * (p + d) + t * p * d if wide else 2 * t * t * (p + d)
+    more = (4 if wide else 2) * t * t * (p + d)
     if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < more)):
         return Path("dense", wide)
     return Path("outer", wide and t > 1, t == 1)
