@@ -65,15 +65,16 @@ def knob_figure(found: dict[str, Any]) -> Any:
     figure, axes = panels(len(DC_KNOBS), sharey=True)
     for axis, knob in zip(axes, DC_KNOBS, strict=True):
         for method in ("dc-sgd-e", "dc-sgd-p"):
-            if points := knob_points(found["rows"], method, knob):
+            if len(points := knob_points(found["rows"], method, knob)) > 1:
                 color = METHOD_COLORS[method]
                 axis.plot(*zip(*points, strict=True), "o-", ms=4, color=color, label=LABELS[method])
         axis.set(xlabel=names[knob], xscale="linear" if knob == "percentile" else "log")
         if knob in ("bins", "histogram_noise"):
             axis.set_xticks(DC_KNOBS[knob], [f"{v:g}" for v in DC_KNOBS[knob]])
             axis.minorticks_off()
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("test accuracy, percent")
-    axes[0].legend(frameon=False)
     figure.suptitle("MNIST, CNN of 28,058 parameters, ε = 1, Adam: one knob turned, one seed", y=1.02)
     return figure
 

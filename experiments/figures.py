@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .dc_figures import grid_figure, level_figure, paid_figure
+from .dc_figures import grid_figure, knob_figure, level_figure, paid_figure
 from .norm_figures import clipped_figure, norm_figure, product_figure, rule_figure
 from .paint import COLORS, LINES, heatmap, panels
 from .papers import LABELS
@@ -210,6 +210,7 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "A4": ("similarity", rule_figure),
     "clipped_mnist": ("bias", clipped_figure),
     "D1": ("mnist_dc", grid_figure),
+    "dc_knobs": ("mnist_dc", knob_figure),
     "levels_mnist": ("mnist_dc", level_figure),
     "levels_names": ("names_dc", level_figure),
     "paid_mnist": ("mnist_dc", paid_figure),
