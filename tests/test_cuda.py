@@ -79,8 +79,9 @@ def test_rows_that_begin_at_multiples_of_eight_are_not_copied():
 
 @pytest.mark.parametrize("dropped", [(), (1,), (0, 3)])
 @pytest.mark.parametrize("hide_left", [False, True])
-def test_products_without_dropped_examples(precision, dropped, hide_left):
-    left, right = (torch.randn(4 * 33, k, device="cuda").to(dtype_of(precision)) for k in (72, 200))
+@pytest.mark.parametrize("sides", [(72, 200), (72, 9000), (9000, 72)])  # the wide ones in parts
+def test_products_without_dropped_examples(precision, dropped, hide_left, sides):
+    left, right = (torch.randn(4 * 33, k, device="cuda").to(dtype_of(precision)) for k in sides)
     out = torch.zeros(4, dtype=torch.bool, device="cuda")
     out[list(dropped)] = True
     rows = out.repeat_interleave(33)
