@@ -150,6 +150,14 @@ def test_rates_of_the_feature_runs_stand_beside_the_papers(tmp_path):
     assert all(settings["lr"] != 4.0 for _, _, settings in sweeps.features())
 
 
+def test_rules_are_compared_at_their_own_best_rates(tmp_path):
+    assert {claim.verdict for claim in report.best_rates(tmp_path)} == {"not run"}
+    rows = [row(m, {}, 0.7 + 0.01 * (m == "psac")) for m in sweeps.FEATURE_RULES]
+    rows += [row(m, s, 0.75 if (m, s["lr"]) == ("abadi", 16.0) else 0.6) for _, m, s in sweeps.features()]
+    written(tmp_path, "cifar10_features", rows)
+    assert [claim.found for claim in report.best_rates(tmp_path)] == ["-4.00 (n = 1)", "+1.00 (n = 1)"]
+
+
 def test_what_a_text_model_loses_is_split(tmp_path):
     rows = [row(m, {}, 0.5) | {"bleu": b} for m, b in (("auto-s", 45.0), ("non-private", 60.0))]
     written(tmp_path, "e2e", rows)
