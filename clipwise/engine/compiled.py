@@ -105,7 +105,7 @@ class Compiled:
 
         # what a fused kernel keeps in registers is rounded as if it were written: norms are those of the numbers summed
         options: Any = {"post_grad_custom_pre_pass": SameWork(), "emulate_precision_casts": True}
-        options["layout_optimization"] = mask.device.type == "cuda"
+        options["layout_optimization"] = mask.device.type == "cuda"  # on a CPU it turns tensors forth and back
         if mask.device.type == "cuda":  # convolutions laid out as in ordinary training; each factor in one place only
             options |= {"force_layout_optimization": True, "comprehensive_padding": False}
         backend: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)

@@ -32,13 +32,12 @@ from .contributions import (
     merge_rows,
 )
 from .gram import Gram, gram, gram_bounds, is_fused
-from .patches import PatchGrad, example_gradients
+from .patches import ROWS, PatchGrad, example_gradients
 from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
 
 _CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
 _SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
 _FEW = 2**13  # entries of one example's gradient up to which it is put beside others
-_ROWS = 2**13  # examples × positions of one product: how its sum rounds grows with its length
 
 
 class Reduced(Protocol):
@@ -170,7 +169,7 @@ class OuterGrad:
             left = self._weighted(left, weights, keep)
         else:
             right = self._weighted(right, weights, keep)
-        rows = max(1, _ROWS // left.shape[2])
+        rows = max(1, ROWS // left.shape[2])
         parts = [
             self._product(left[i : i + rows], right[i : i + rows], keep[i : i + rows])
             for i in range(0, len(left), rows)
