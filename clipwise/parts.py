@@ -40,6 +40,7 @@ class Step:
 
     threshold: State
     sensitivity: float
+    size: int = field(repr=False)
     parts: list[Microbatch]
     sums: dict[str, Tensor] = field(default_factory=dict)
     observed: Tensor | None = None

@@ -55,6 +55,9 @@ class Ranks(Protocol):
     def agree(self, fine: bool) -> bool:
         """Whether all ranks are fine; a rank that cannot be asked is not."""
 
+    def examples(self, here: int) -> int:
+        """How many examples the batch has on all ranks together. Secret."""
+
     def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sum over ranks of each tensor, or this rank's part of it. Still secret."""
 
@@ -106,6 +109,10 @@ class Alone:
     def agree(self, fine: bool) -> bool:
         """With itself."""
         return fine
+
+    def examples(self, here: int) -> int:
+        """All are here."""
+        return here
 
     def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of one."""

@@ -211,11 +211,6 @@ class PrivateTraining:
                 "privacy cost, which would be reported wrongly. If your sampler really is Poisson, vouch for it with "
                 "privatize(..., sampling='asserted')."
             )
-        if batch._size > self._largest_batch:
-            raise WrongBatch(
-                f"Batches are far larger than expected_batch_size={self._plan.expected_batch_size:g}, which bounds how "
-                "much a sum can round. Declare expected_batch_size = sampling_prob · size of the data."
-            )
         return batch
 
     # -- the step -----------------------------------------------------------------------------------
@@ -249,7 +244,7 @@ class PrivateTraining:
         self._ledger.reserve()
         self._issued.discard(batch)
         self._outstanding = None
-        self._step = Step(self._threshold, self._bound(parameters), [])
+        self._step = Step(self._threshold, self._bound(parameters), batch._size, [])
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
             for start in range(0, size, rows):
@@ -332,6 +327,11 @@ class PrivateTraining:
         try:
             if not self._ranks.agree(True):
                 raise RankFailed("Another rank failed in this step: it is charged, and nothing of it is released.")
+            if self._ranks.examples(step.size) > self._largest_batch:
+                raise WrongBatch(
+                    f"Batches are far larger than expected_batch_size={self._plan.expected_batch_size:g}, which bounds "
+                    "how much a sum can round. Declare expected_batch_size = sampling_prob · size of the data."
+                )
             step.sums = self._ranks.total(step.sums)
             if (release := self._plan.release) is not None:
                 seen = torch.zeros(release.size, dtype=torch.float64) if step.observed is None else step.observed

@@ -160,8 +160,8 @@ def variance() -> dict:
     }
 
 
-def small_plan(steps: int) -> cw.Plan:
-    return cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.3, steps=steps, expected_batch_size=9)
+def small_plan(steps: int, expected: float = 9) -> cw.Plan:
+    return cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.3, steps=steps, expected_batch_size=expected)
 
 
 def part(path: str, checkpoint: str) -> dict:
@@ -192,11 +192,20 @@ def fail(path: str) -> dict:
 
     armed: list[int] = []
     dataset = data(400)
-    training = begin(build(), small_plan(6), dataset, loss=failing, ledger=path)
+    training = begin(build(), small_plan(6, expected=120), dataset, loss=failing, ledger=path)
     for number, batch in enumerate(training.batches(dataset, device=DEVICE)):
         if number == 2:
             armed.append(1)
         training.step(batch)
+    return ended(training)
+
+
+def oversized(path: str) -> dict:
+    """Each rank's share is within what was declared; all of them together are not."""
+    dataset = data(120)
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=1.0, steps=3, expected_batch_size=9)
+    training = begin(build(), plan, dataset, ledger=path)
+    training.step(next(iter(training.batches(dataset, device=DEVICE))))
     return ended(training)
 
 

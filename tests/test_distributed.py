@@ -135,6 +135,14 @@ def test_a_rank_that_fails_stops_all_and_is_charged(tmp_path):
     assert [line["kind"] for line in lines] == ["plan", "charge", "charge", "charge", "note"]
 
 
+def test_a_batch_too_large_over_all_ranks_is_refused_and_charged(tmp_path):
+    path = tmp_path / "run.ledger"
+    ended = launch(2, "replicated", "oversized", str(path), fails=True)
+    assert all(code != 0 and "WrongBatch: Batches are far larger" in said for code, said in ended)
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+    assert kinds == ["plan", "charge", "note"]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_leaves_the_ledger_safe(tmp_path, victim):
     path = tmp_path / "run.ledger"

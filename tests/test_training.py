@@ -312,6 +312,7 @@ def test_a_batch_far_beyond_the_declared_size_is_refused():
     training = make(make_plan(expected_batch_size=1), sampling="asserted", preflight=False)
     with pytest.raises(errors.WrongBatch, match="far larger"):
         training.step((torch.randn(500, 6), torch.zeros(500, dtype=torch.int64)))
+    assert training.ledger.charges == 1  # that it failed is seen
 
 
 def test_a_second_run_cannot_forget_the_first():

@@ -212,6 +212,10 @@ class _Together(Alone):
             return False
         return bool(flag.item())
 
+    def examples(self, here: int) -> int:
+        """The sum of all."""
+        return int(self.observed(torch.tensor([here])).item())
+
     def observed(self, seen: Tensor) -> Tensor:
         """Counts are whole numbers: their sum does not round."""
         summed = seen.detach().cpu().clone()

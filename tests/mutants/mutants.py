@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant("22b", "coins follow torch's seed", "clipwise/sampling.py",
            "key = secrets.randbits(256) if self._seed is None else self._seed", "key = torch.initial_seed()"),
     Mutant("22c", "a batch of any size is accepted", "clipwise/training.py",
-           "if batch._size > self._largest_batch:", "if False:"),
+           "if self._ranks.examples(step.size) > self._largest_batch:", "if False:"),
     Mutant("23", "coins with 24 bits", "clipwise/sampling.py",
            "return mine[self._coins.random(len(mine)) < self.sampling_prob]",
            "return mine[np.round(self._coins.random(len(mine)) * 2**24) / 2**24 < self.sampling_prob]"),
