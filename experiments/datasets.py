@@ -107,8 +107,23 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;'-"
 NAME_LENGTH = 20
 
 
-def _names(unique: bool = False) -> Data:
-    """Names in 18 languages, one file each: letters as numbers from 1, padded with 0; every fifth name tests.
+def _letters(name: str) -> list[int]:
+    """Letters as numbers from 1, accents left out."""
+    return [LETTERS.index(c) + 1 for c in unicodedata.normalize("NFD", name) if c in LETTERS]
+
+
+BYTES = 259  # numbers that `_bytes` gives: the padding, 255 bytes, and two marks
+
+
+def _bytes(name: str) -> list[int]:
+    """Bytes of UTF-8 between two marks, as the public example of Opacus has them."""
+    return [257, *name.encode(), 258] if name else []
+
+
+def _names(
+    unique: bool = False, length: int = NAME_LENGTH, numbers: Callable[[str], list[int]] = _letters, seed: int = 0
+) -> Data:
+    """Names in 18 languages, one file each: `length` numbers from 1, padded with 0; every fifth name tests.
 
     `unique` keeps one of every name and language, so that no row of the test is a row of the training.
     """
@@ -116,13 +131,12 @@ def _names(unique: bool = False) -> Data:
     rows, labels, seen = [], [], set()
     for label, path in enumerate(sorted(folder.glob("*.txt"))):
         for name in path.read_text(encoding="utf-8").split("\n"):
-            plain = "".join(c for c in unicodedata.normalize("NFD", name.strip()) if c in LETTERS)
-            if plain and not (unique and (plain, label) in seen):
-                numbers = [LETTERS.index(c) + 1 for c in plain[:NAME_LENGTH]]
-                rows.append(numbers + [0] * (NAME_LENGTH - len(numbers)))
+            row = numbers(name.strip())
+            if row and not (unique and (*row, label) in seen):
+                rows.append(row[:length] + [0] * (length - len(row)))
                 labels.append(label)
-                seen.add((plain, label))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+                seen.add((*row, label))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     x, y = torch.tensor(rows)[order], torch.tensor(labels)[order]
     test = torch.arange(len(x)) % 5 == 0
     return Data((x[~test], y[~test]), (x[test], y[test]), int(y.max()) + 1)
@@ -167,6 +181,9 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "cifar10_resnet50": lambda: _part("resnet50").cifar10(),
     "names": _names,
     "names_unique": lambda: _names(unique=True),
+    "names_14": lambda: _names(length=14),  # the longest of 256 names, on average
+    "names_bytes": lambda: _names(length=16, numbers=_bytes),
+    "names_split": lambda: _names(seed=1),
     "adult": _adult,
     "sst2": lambda: _part("sentences").glue("sst2"),
     "qnli": lambda: _part("sentences").glue("qnli"),

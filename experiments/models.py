@@ -122,13 +122,19 @@ class NamesLstm(nn.Module):
     """Letters in, a language out: two LSTM layers, and the state after the last letter, or after the padding."""
 
     def __init__(
-        self, letters: int, classes: int, width: int = 128, one_hot: bool = False, padding: bool = False
+        self,
+        letters: int,
+        classes: int,
+        width: int = 128,
+        one_hot: bool = False,
+        padding: bool = False,
+        layers: int = 2,
     ) -> None:
         """`letters` counts the padding, 0; letters are embedded in 64 dimensions unless they stay one-hot."""
         super().__init__()
         self.letters, self.padding = letters, padding
         self.embed = None if one_hot else nn.Embedding(letters, 64)
-        self.lstm = nn.LSTM(letters if one_hot else 64, width, num_layers=2, batch_first=True)
+        self.lstm = nn.LSTM(letters if one_hot else 64, width, num_layers=layers, batch_first=True)
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,11 +175,14 @@ def small_cnn(channels: int, side: int, classes: int, width: int = 64) -> nn.Seq
     )
 
 
-def flipped_and_shifted(images: Tensor, copies: int, shift: int = 4, flip: bool = True) -> Tensor:
-    """[b, c, h, w] → [b·copies, c, h, w]: each copy moved by up to `shift` pixels and perhaps mirrored, by chance."""
+def flipped_and_shifted(images: Tensor, copies: int, shift: int = 4, flip: bool = True, edges: bool = False) -> Tensor:
+    """[b, c, h, w] → [b·copies, c, h, w]: each copy moved by up to `shift` pixels and perhaps mirrored, by chance.
+
+    What moves in is 0, or with `edges` the border of the image once more.
+    """
     many = images.repeat_interleave(copies, dim=0)
     n, _, h, w = many.shape
-    padded = F.pad(many, (shift,) * 4)
+    padded = F.pad(many, (shift,) * 4, mode="replicate" if edges else "constant")
     row, column = (torch.randint(0, 2 * shift + 1, (n,), device=images.device) for _ in range(2))
     rows = row[:, None] + torch.arange(h, device=images.device)
     columns = column[:, None] + torch.arange(w, device=images.device)

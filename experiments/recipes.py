@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import clipwise as cw
 
 from . import decoder, e2e, encoder, losses, models, scattering
-from .datasets import LETTERS, Data, Part, folders, load
+from .datasets import BYTES, LETTERS, Data, Part, folders, load
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Recipe:
     copies: int = 1  # augmented views per example, averaged before clipping
     ema: float = 0.0  # share that the averaged weights keep at every step
     flip: bool = True
+    shift: int = 4  # pixels by which such a view may move
+    edges: bool = False  # what moves in: the border once more, instead of 0
     channels: int = 1
     features: str = "pixels"  # or "scattering"
     groups: int = 27  # of channels, in which scattering features are standardised
@@ -71,6 +74,11 @@ def _as(kind: type, value: Any) -> Any:
     return str(value).lower() in ("1", "true", "yes") if kind is bool else kind(value)
 
 
+def _lstm(recipe: Recipe, data: Data, **options: Any) -> nn.Module:
+    letters = BYTES if recipe.data == "names_bytes" else len(LETTERS) + 1
+    return models.NamesLstm(letters, data.classes, **options)
+
+
 MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "cnn": lambda recipe, data: models.paper_cnn(recipe.channels, data.classes),
     "resnet9": lambda recipe, data: models.resnet9(data.classes),
@@ -79,10 +87,13 @@ MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "resnet18": lambda recipe, data: models.resnet18(data.classes),
     "resnet18-ws": lambda recipe, data: models.resnet18(data.classes, standardised=True),
     "resnet34": lambda recipe, data: models.resnet34(data.classes),
-    "lstm": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes),
-    "lstm-one-hot": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes, one_hot=True),
-    "lstm-padding": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes, padding=True),
-    "lstm-narrow": lambda recipe, data: models.NamesLstm(len(LETTERS) + 1, data.classes, width=32),
+    "lstm": lambda recipe, data: _lstm(recipe, data),
+    "lstm-one-hot": lambda recipe, data: _lstm(recipe, data, one_hot=True),
+    "lstm-padding": lambda recipe, data: _lstm(recipe, data, padding=True),
+    "lstm-narrow": lambda recipe, data: _lstm(recipe, data, width=32),
+    "lstm-narrow-padding": lambda recipe, data: _lstm(recipe, data, width=32, padding=True),
+    "lstm-narrow-one-hot": lambda recipe, data: _lstm(recipe, data, width=32, one_hot=True),
+    "lstm-narrow-one-layer": lambda recipe, data: _lstm(recipe, data, width=32, layers=1),
     "logistic": lambda recipe, data: models.linear_probe(data.train[0].shape[1], data.classes),
     "flat": lambda recipe, data: models.flat_probe(data.train[0][0].numel(), data.classes),
     "small-cnn": lambda recipe, data: models.small_cnn(data.train[0].shape[1], data.train[0].shape[2], data.classes),
@@ -146,7 +157,7 @@ def losses_of(recipe: Recipe) -> Callable[[nn.Module, Any], Tensor]:
     def plain(model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
         if recipe.copies > 1:
-            x = models.flipped_and_shifted(x, recipe.copies, flip=recipe.flip)
+            x = models.flipped_and_shifted(x, recipe.copies, recipe.shift, recipe.flip, recipe.edges)
             found = losses.losses(model(x), y.repeat_interleave(recipe.copies, dim=0))
             return found.view(len(y), recipe.copies).mean(dim=1)
         return losses.losses(model(x), y)
@@ -220,6 +231,14 @@ def accuracy(model: nn.Module, part: Part, rows: int = 1_000) -> float:
     return right / asked
 
 
+def balanced(model: nn.Module, part: Part, classes: int) -> float:
+    """The mean over classes of the share that is found, on public records."""
+    x, y = part
+    with torch.no_grad():
+        found = model.eval()(x).argmax(dim=1)
+    return statistics.mean(float((found[y == k] == k).float().mean()) for k in range(classes) if (y == k).any())
+
+
 def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile: bool = False) -> dict[str, Any]:
     """Train once; a row of the result file."""
     began = time.perf_counter()
@@ -238,6 +257,8 @@ def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile
             average.update_parameters(model)
         clip_norms.append(step)
     row["accuracy"] = accuracy(model if average is None else average, test)
+    if recipe.data.startswith("names"):
+        row["balanced"] = balanced(model, test, data.classes)
     if recipe.data == "e2e":
         row |= e2e.scores(model, device)
     if average is not None:

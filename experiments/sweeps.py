@@ -107,6 +107,30 @@ def names() -> list[Point]:
     return [("names_dc", m, {"epsilon": 8.0} | change) for change in changes for m in ("abadi", "auto-s")]
 
 
+NARROW: dict[str, Any] = {"epsilon": 8.0, "model": "lstm-narrow"}
+PADDED: dict[str, Any] = {"model": "lstm-narrow-padding"}
+EXAMPLE = PADDED | {"data": "names_bytes"}  # what the public example of Opacus reads, and where it reads the state
+NARROW_CHANGES: dict[str, dict[str, Any]] = {
+    "the state after the padding (20 places)": PADDED,
+    "the state after the padding, 14 places": PADDED | {"data": "names_14"},
+    "bytes between marks, the state after the padding (16 places)": EXAMPLE,
+    "letters one-hot": {"model": "lstm-narrow-one-hot"},
+    "one layer": {"model": "lstm-narrow-one-layer"},
+    "another split": {"data": "names_split"},
+    "C = 0.1": {"clip_norm": 0.1},
+    "C = 10": {"clip_norm": 10.0},
+    "lr 0.00032": {"lr": 2**5 * 1e-5},
+    "lr 0.00512": {"lr": 2**9 * 1e-5},
+    "lr 0.02048": {"lr": 2**11 * 1e-5},
+    "SGD with momentum, lr 0.1": {"optimizer": "sgd", "lr": 0.1},
+}
+
+
+def names_narrow() -> list[Point]:
+    """The same with 32 states a layer, which a CPU trains in a minute, and with more choices."""
+    return [("names_dc", "abadi", NARROW | change) for change in ({}, *NARROW_CHANGES.values())]
+
+
 SEARCHES = ("composition", "liu-talwar")
 GRID_C = (0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0)
 PAID_TASKS = {"mnist_dc": 1.0, "names_dc": 2.0}
@@ -189,6 +213,7 @@ SWEEPS = {
     "D8": dc_sgd,
     "P3": glue,
     "names": names,
+    "names_narrow": names_narrow,
     "imagenette": imagenette,
     "copies": copies,
     "features": features,

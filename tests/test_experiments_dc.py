@@ -62,6 +62,34 @@ def test_unique_names_do_not_train_and_test(made):
     assert not shared(unique)
 
 
+def test_names_are_read_as_letters_or_as_bytes_between_marks(made):
+    assert datasets._letters("Á b") == [27, 53, 2]
+    assert datasets._bytes("Áb") == [257, 0xC3, 0x81, ord("b"), 258]
+    assert datasets._bytes("") == []
+    assert {name: datasets.load(name).train[0].shape[1] for name in ("names", "names_14", "names_bytes")} == {
+        "names": 20,
+        "names_14": 14,
+        "names_bytes": 16,
+    }
+    one, other = (datasets.load(name).train[1].tolist() for name in ("names", "names_split"))
+    assert one != other
+    recipe = recipes.RECIPES["names_dc"].changed(sweeps.EXAMPLE)
+    model = recipes.MODELS[recipe.model](recipe, datasets.load(recipe.data))
+    assert model.embed.num_embeddings == datasets.BYTES
+
+
+def test_balanced_accuracy_counts_every_class_alike():
+    x, y = torch.eye(3)[[0, 0, 0, 1]], torch.tensor([0, 0, 0, 2])
+    assert recipes.balanced(torch.nn.Identity(), (x, y), 3) == 0.5
+
+
+def test_moved_views_show_the_border_again_or_zeros():
+    images = torch.full((8, 1, 6, 6), -0.5)
+    moved = [models.flipped_and_shifted(images, 2, shift=2, edges=edges) for edges in (True, False)]
+    assert bool((moved[0] == -0.5).all())
+    assert set(moved[1].unique().tolist()) == {-0.5, 0.0}
+
+
 def row(method, seed, settings, accuracy, device="cpu", seconds=10.0):
     given = {"method": method, "seed": seed, "settings": settings, "device": device, "accuracy": accuracy}
     return given | {"seconds": seconds, "machine": "m", "noise_multiplier": 4.0}
