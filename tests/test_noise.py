@@ -11,6 +11,8 @@ from scipy import stats
 
 from clipwise.noise import BLOCK, NoiseSource
 
+ONE = {"sensitivity": 1.0, "noise_multiplier": 1.0, "sequence": 1, "stream": "gradient"}
+
 
 def draw(source, count=1, *, sequence=1, stream="gradient", name="w", **options):
     settings = {"sensitivity": 1.0, "noise_multiplier": 1.0} | options
@@ -47,6 +49,33 @@ def test_parts_steps_and_streams_are_uncorrelated_and_never_repeat():
             assert abs(float((x * y).mean())) < 6 / math.sqrt(len(x))
     blocks = draw(source, 2 * BLOCK)
     assert abs(float((blocks[:BLOCK] * blocks[BLOCK:]).mean())) < 6 / math.sqrt(BLOCK)
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_a_thread_that_fails_stops_the_release(failing, monkeypatch):
+    """Whichever thread has the block: no part of the sum may come back without its noise."""
+    source = NoiseSource()
+    generator = source._generator
+
+    def one_fails(address):
+        if address.endswith(f"/{failing * BLOCK}"):
+            raise MemoryError(address)
+        return generator(address)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(source, "_generator", one_fails)
+    with pytest.raises(MemoryError):
+        source.add_({"w": torch.zeros(8 * BLOCK)}, **ONE)
+
+
+def test_every_block_gets_its_noise_on_any_number_of_threads(monkeypatch):
+    found = []
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        values = {"w": torch.zeros(9 * BLOCK + 5), "b": torch.zeros(7), "v": torch.zeros(2 * BLOCK)}
+        found.append(NoiseSource(seed=1).add_(values, **ONE))
+    assert all(torch.equal(x[name], found[0][name]) for x in found for name in values)
+    assert all(bool((x != 0).all()) for x in found[0].values())
 
 
 def test_two_sources_copies_and_pickles_draw_differently():

@@ -36,7 +36,7 @@ from .patches import ROWS, PatchGrad, example_gradients
 from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
 
 _CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
-_SMALL = 2**15  # t·(p + d) of one example up to which float64 is cheap
+_SMALL = 2**13  # t·(p + d) of one example up to which float64 is cheap
 _FEW = 2**13  # entries of one example's gradient up to which it is put beside others
 
 
