@@ -11,7 +11,7 @@ from typing import Any
 from .papers import D8, LABELS, Cell
 from .results_io import RESULTS
 from .runs import rows_of
-from .sweeps import GRID_C, NAMES_CHANGES, PAID_TASKS, SEARCHES, fixed, names, paid
+from .sweeps import GRID_C, NAMES_CHANGES, NARROW, NARROW_CHANGES, PAID_TASKS, SEARCHES, fixed, names, paid
 from .tables import accuracies, interval, spread
 
 SEARCHED = {"composition": "all runs composed (RDP)", "liu-talwar": "a secret number of runs (LT)"}
@@ -130,4 +130,22 @@ def names_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-DC_TABLES = {"D1": time_table, "D2": paid_table, "D4": fixed_table, "names": names_table}
+def narrow_rows(change: Mapping[str, Any], results: Path = RESULTS, method: str = "abadi") -> dict[int, dict[str, Any]]:
+    """By seed, of the small LSTM on a CPU."""
+    return {r["seed"]: r for r in _rows("names_dc", method, NARROW | change, results) if r["device"] == "cpu"}
+
+
+def narrow_table(results: Path = RESULTS) -> str:
+    """The small LSTM with one choice changed at a time, and how well it does where every language counts alike."""
+    lines = ["| changed | accuracy | n | changed − nothing, pairs | languages alike |", "|---|---|---|---|---|"]
+    ours = narrow_rows({}, results)
+    for label, change in {"nothing": {}, **NARROW_CHANGES}.items():
+        found = narrow_rows(change, results)
+        pairs = [100 * (found[s]["accuracy"] - ours[s]["accuracy"]) for s in found if s in ours and change]
+        apart = interval(pairs) or ", ".join(f"{v:+.2f}" for v in pairs)
+        shown, alike = (spread(100 * r[k] for r in found.values()) for k in ("accuracy", "balanced"))
+        lines.append(f"| {label} | {shown} | {len(found)} | {apart} | {alike} |")
+    return "\n".join(lines)
+
+
+DC_TABLES = {"D1": time_table, "D2": paid_table, "D4": fixed_table, "names": names_table, "names_narrow": narrow_table}

@@ -122,19 +122,13 @@ class NamesLstm(nn.Module):
     """Letters in, a language out: two LSTM layers, and the state after the last letter, or after the padding."""
 
     def __init__(
-        self,
-        letters: int,
-        classes: int,
-        width: int = 128,
-        one_hot: bool = False,
-        padding: bool = False,
-        layers: int = 2,
+        self, letters: int, classes: int, width: int = 128, one_hot: bool = False, padding: bool = False
     ) -> None:
         """`letters` counts the padding, 0; letters are embedded in 64 dimensions unless they stay one-hot."""
         super().__init__()
         self.letters, self.padding = letters, padding
         self.embed = None if one_hot else nn.Embedding(letters, 64)
-        self.lstm = nn.LSTM(letters if one_hot else 64, width, num_layers=layers, batch_first=True)
+        self.lstm = nn.LSTM(letters if one_hot else 64, width, num_layers=2, batch_first=True)
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:

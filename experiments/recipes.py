@@ -92,8 +92,6 @@ MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "lstm-padding": lambda recipe, data: _lstm(recipe, data, padding=True),
     "lstm-narrow": lambda recipe, data: _lstm(recipe, data, width=32),
     "lstm-narrow-padding": lambda recipe, data: _lstm(recipe, data, width=32, padding=True),
-    "lstm-narrow-one-hot": lambda recipe, data: _lstm(recipe, data, width=32, one_hot=True),
-    "lstm-narrow-one-layer": lambda recipe, data: _lstm(recipe, data, width=32, layers=1),
     "logistic": lambda recipe, data: models.linear_probe(data.train[0].shape[1], data.classes),
     "flat": lambda recipe, data: models.flat_probe(data.train[0][0].numel(), data.classes),
     "small-cnn": lambda recipe, data: models.small_cnn(data.train[0].shape[1], data.train[0].shape[2], data.classes),

@@ -261,6 +261,7 @@ def text(results: Path = RESULTS) -> str:
         "D table I: how long a search takes": DC_TABLES["D1"](results),
         "D tables IV and V: other clip norms and percentiles": DC_TABLES["D4"](results),
         "NAMES at ε = 8, one choice changed at a time": DC_TABLES["names"](results),
+        "NAMES at ε = 8, Abadi, 32 states a layer, on a CPU": DC_TABLES["names_narrow"](results),
         "Beyond the papers: Adult": TABLES["adult"](results=results),
         "Beyond the papers: several views of each example (MNIST, ε = 3, 10 epochs)": TABLES["copies"](results=results),
         "Best recipes at (3, 1e-5)": TABLES["best"](results=results),

@@ -92,8 +92,11 @@ def dc_knobs() -> list[Point]:
     ]
 
 
+EXAMPLE: dict[str, Any] = {"data": "names_bytes"}  # as the public example of Opacus reads names
 NAMES_CHANGES: dict[str, dict[str, Any]] = {
     "the state after the padding, not after the last letter": {"model": "lstm-padding"},
+    "bytes between marks, the state after the padding, 16 places": EXAMPLE | {"model": "lstm-padding"},
+    "the same, lr 0.00256": EXAMPLE | {"model": "lstm-padding", "lr": 0.00256},
     "letters one-hot, not embedded": {"model": "lstm-one-hot"},
     "32 states a layer, not 128": {"model": "lstm-narrow"},
     "no name twice": {"data": "names_unique"},
@@ -109,25 +112,20 @@ def names() -> list[Point]:
 
 NARROW: dict[str, Any] = {"epsilon": 8.0, "model": "lstm-narrow"}
 PADDED: dict[str, Any] = {"model": "lstm-narrow-padding"}
-EXAMPLE = PADDED | {"data": "names_bytes"}  # what the public example of Opacus reads, and where it reads the state
 NARROW_CHANGES: dict[str, dict[str, Any]] = {
-    "the state after the padding (20 places)": PADDED,
+    "the state after the padding, 20 places": PADDED,
     "the state after the padding, 14 places": PADDED | {"data": "names_14"},
-    "bytes between marks, the state after the padding (16 places)": EXAMPLE,
-    "letters one-hot": {"model": "lstm-narrow-one-hot"},
-    "one layer": {"model": "lstm-narrow-one-layer"},
+    "bytes between marks, the state after the padding, 16 places": PADDED | EXAMPLE,
     "another split": {"data": "names_split"},
     "C = 0.1": {"clip_norm": 0.1},
     "C = 10": {"clip_norm": 10.0},
     "lr 0.00032": {"lr": 2**5 * 1e-5},
     "lr 0.00512": {"lr": 2**9 * 1e-5},
-    "lr 0.02048": {"lr": 2**11 * 1e-5},
-    "SGD with momentum, lr 0.1": {"optimizer": "sgd", "lr": 0.1},
 }
 
 
 def names_narrow() -> list[Point]:
-    """The same with 32 states a layer, which a CPU trains in a minute, and with more choices."""
+    """The same with 32 states a layer, which a CPU trains in two minutes, and with other choices."""
     return [("names_dc", "abadi", NARROW | change) for change in ({}, *NARROW_CHANGES.values())]
 
 
@@ -181,6 +179,21 @@ def copies() -> list[Point]:
     return [("mnist", "psac", copies_settings(k)) for k in COPIES]
 
 
+FOUR = copies_settings(4) | {"epochs": 3}
+VIEWS: dict[str, dict[str, Any]] = {
+    "one view": {"epochs": 3},
+    "four": FOUR,
+    "four, the border moves in, not 0": FOUR | {"edges": True},
+    "four, the border moves in, by 1 pixel at most": FOUR | {"edges": True, "shift": 1},
+    "four, lr 1": FOUR | {"lr": 1.0},
+}
+
+
+def views() -> list[Point]:
+    """Why four views are worse than one on MNIST: one choice changed at a time, in short runs."""
+    return [("mnist", "psac", settings) for settings in VIEWS.values()]
+
+
 BEST = ("mnist_best", "fashion_mnist_best", "cifar10_best")
 WITHOUT: dict[str, dict[str, Any]] = {  # what the best recipes are made of, each left out in turn
     "PLD": {"accountant": "rdp"},
@@ -216,6 +229,7 @@ SWEEPS = {
     "names_narrow": names_narrow,
     "imagenette": imagenette,
     "copies": copies,
+    "views": views,
     "features": features,
     "best": best,
     "choice": choice,

@@ -12,7 +12,18 @@ from .papers import A4, BEYOND, D8, LABELS, P2, P3, WANTED, Cell
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
-from .sweeps import BEST, COPIES, FEATURE_RATES, FEATURE_RULES, KNOBS, RATES, WITHOUT, choice, copies_settings
+from .sweeps import (
+    BEST,
+    COPIES,
+    FEATURE_RATES,
+    FEATURE_RULES,
+    KNOBS,
+    RATES,
+    VIEWS,
+    WITHOUT,
+    choice,
+    copies_settings,
+)
 
 
 def tuning_table(results: Path = RESULTS) -> str:
@@ -178,13 +189,24 @@ def features_table(results: Path = RESULTS) -> str:
 
 def copies_table(results: Path = RESULTS) -> str:
     """What several moved views of each example bring."""
+    return _views_table({str(k): copies_settings(k) for k in COPIES}, results)
+
+
+def views_table(results: Path = RESULTS) -> str:
+    """Which choice makes four views worse than one."""
+    return _views_table(VIEWS, results)
+
+
+def _views_table(kinds: Mapping[str, Mapping[str, Any]], results: Path) -> str:
+    """Accuracies on MNIST, each kind against the first."""
     lines = ["| views | accuracy | n | views − one, pairs |", "|---|---|---|---|"]
-    one = accuracies("mnist", "psac", copies_settings(1), results)
-    for k in COPIES:
-        found = accuracies("mnist", "psac", copies_settings(k), results)
-        pairs = [found[s] - one[s] for s in found if s in one and k > 1]
+    first = next(iter(kinds.values()))
+    one = accuracies("mnist", "psac", first, results)
+    for label, settings in kinds.items():
+        found = accuracies("mnist", "psac", settings, results)
+        pairs = [found[s] - one[s] for s in found if s in one and settings is not first]
         apart = interval(pairs) or ", ".join(f"{v:+.2f}" for v in pairs)
-        lines.append(f"| {k} | {spread(found.values())} | {len(found)} | {apart} |")
+        lines.append(f"| {label} | {spread(found.values())} | {len(found)} | {apart} |")
     return "\n".join(lines)
 
 
@@ -223,5 +245,6 @@ TABLES = {
     "best": best_table,
     "choice": choice_table,
     "copies": copies_table,
+    "views": views_table,
     "features": features_table,
 }

@@ -73,7 +73,7 @@ def test_names_are_read_as_letters_or_as_bytes_between_marks(made):
     }
     one, other = (datasets.load(name).train[1].tolist() for name in ("names", "names_split"))
     assert one != other
-    recipe = recipes.RECIPES["names_dc"].changed(sweeps.EXAMPLE)
+    recipe = recipes.RECIPES["names_dc"].changed(sweeps.PADDED | sweeps.EXAMPLE)
     model = recipes.MODELS[recipe.model](recipe, datasets.load(recipe.data))
     assert model.embed.num_embeddings == datasets.BYTES
 
@@ -146,6 +146,21 @@ def test_the_cause_of_names_is_the_choice_that_moves_most(tmp_path):
     found = causes.causes(tmp_path)
     assert "take away: the state after the padding, not after the last letter." in found
     assert "-8.00" in dc_tables.names_table(tmp_path)
+
+
+def test_the_small_lstm_says_what_the_padding_takes(tmp_path):
+    kinds = (({}, 0.66), (sweeps.PADDED, 0.47), (sweeps.PADDED | {"data": "names_14"}, 0.55))
+    rows = [row("abadi", 0, sweeps.NARROW | change, found) | {"balanced": 0.15} for change, found in kinds]
+    there = row("abadi", 0, sweeps.NARROW, 0.1, device="cuda")
+    base, read = {"epsilon": 8.0}, sweeps.EXAMPLE | {"model": "lstm-padding"}
+    rows += [there, row("abadi", 0, base, 0.65), row("abadi", 0, base | read, 0.59)]
+    written(tmp_path, "names_dc", rows)
+    assert "| the state after the padding, 14 places | 55.00 | 1 | -11.00 | 15.00 |" in dc_tables.narrow_table(tmp_path)
+    found = causes.causes(tmp_path)
+    assert "Abadi has 59.00 (n = 1) where the paper, which tunes C and the rate, has 59.91." in found
+    assert "66.0 after the last letter, 55.0 after 14 places and 47.0 after 20" in found
+    written(tmp_path, "names_dc", rows[3:])
+    assert "The length of the padding" not in causes.causes(tmp_path)
 
 
 def test_imagenettes_gap_is_split(tmp_path):

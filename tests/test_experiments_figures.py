@@ -115,6 +115,10 @@ def test_views_are_compared_seed_by_seed(tmp_path):
     assert "| 1 | 91.10 ± 1.00 | 3 |  |" in table
     assert "| 4 | 91.40 ± 1.00 | 3 | +0.30 ± 0.00 |" in table
     assert "| 8 | not run | 0 |  |" in table
+    short = [row("psac", settings, 0.9 + i / 100, 0) for i, settings in enumerate(sweeps.VIEWS.values())]
+    written(tmp_path, "mnist", short)
+    assert "| one view | 90.00 | 1 |  |" in tables.views_table(tmp_path)
+    assert "| four, the border moves in, not 0 | 92.00 | 1 | +2.00 |" in tables.views_table(tmp_path)
 
 
 def test_methods_with_few_seeds_are_named(tmp_path):
