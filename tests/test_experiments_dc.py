@@ -149,7 +149,7 @@ def test_the_cause_of_names_is_the_choice_that_moves_most(tmp_path):
 
 
 def test_the_small_lstm_says_what_the_padding_takes(tmp_path):
-    kinds = (({}, 0.66), (sweeps.PADDED, 0.47), (sweeps.PADDED | {"data": "names_14"}, 0.55))
+    kinds = (({}, 0.66), (sweeps.PADDED, 0.47), (sweeps.PADDED | {"data": "names_14"}, 0.55), ({"lr": 0.00032}, 0.54))
     rows = [row("abadi", 0, sweeps.NARROW | change, found) | {"balanced": 0.15} for change, found in kinds]
     there = row("abadi", 0, sweeps.NARROW, 0.1, device="cuda")
     base, read = {"epsilon": 8.0}, sweeps.EXAMPLE | {"model": "lstm-padding"}
@@ -157,10 +157,14 @@ def test_the_small_lstm_says_what_the_padding_takes(tmp_path):
     written(tmp_path, "names_dc", rows)
     assert "| the state after the padding, 14 places | 55.00 | 1 | -11.00 | 15.00 |" in dc_tables.narrow_table(tmp_path)
     found = causes.causes(tmp_path)
-    assert "Abadi has 59.00 (n = 1) where the paper, which tunes C and the rate, has 59.91." in found
+    assert "Abadi has 59.00 (n = 1) where the paper has 59.91." in found
+    assert "printed number lies between" not in found
     assert "66.0 after the last letter, 55.0 after 14 places and 47.0 after 20" in found
-    written(tmp_path, "names_dc", rows[3:])
-    assert "The length of the padding" not in causes.causes(tmp_path)
+    rows.append(row("abadi", 0, base | read | {"lr": 0.00256}, 0.68))
+    assert "after the last letter it has 54.0 at lr 0.00032." in found
+    written(tmp_path, "names_dc", rows[4:])
+    assert "it has 68.00 (n = 1): the printed number lies between" in causes.causes(tmp_path)
+    assert "the length of the padding" not in causes.causes(tmp_path)
 
 
 def test_imagenettes_gap_is_split(tmp_path):
