@@ -177,7 +177,7 @@ def test_branches_on_pythons_random_numbers_are_found():
             return "two passes" in str(error)
         return False
 
-    assert any(refused() for _ in range(20))
+    assert any(refused() for _ in range(40))
 
 
 def test_what_compile_needs():

@@ -39,7 +39,7 @@ def test_every_record_joins_with_probability_q_independently():
     sizes = joined.sum(1)
     assert abs(sizes.var() - 50 * 0.21) < 6 * 50 * 0.21 * math.sqrt(2 / 2000)
     correlation = np.corrcoef(joined.T) - np.eye(50)
-    assert np.abs(correlation).max() < 6 / math.sqrt(2000)
+    assert np.abs(correlation).max() < 7 / math.sqrt(2000)
 
 
 def test_coins_resolve_tiny_probabilities():
@@ -47,7 +47,7 @@ def test_coins_resolve_tiny_probabilities():
     sampler = PoissonSampler(1e-7)
     assert float(sampler._coins.random(10_000).min()) % 2**-24 != 0
     joined = sum(len(sampler.draw(5_000_000)) for _ in range(40))
-    assert abs(joined - 20) < 6 * math.sqrt(20)
+    assert 2 <= joined <= 50  # 20 on average
 
 
 def test_samplers_are_independent_of_torch_and_of_each_other():

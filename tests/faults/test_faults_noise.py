@@ -82,8 +82,8 @@ def test_26_tails_reach_beyond_8_5_sigma():
     assert NoiseSource("hardened").reach == math.inf
     z = drawn(NoiseSource(), 30_000_000).abs()
     assert float(z.max()) > 5.0
-    expected = 2 * len(z) * stats.norm.sf(5)
-    assert abs(int((z > 5).sum()) - expected) < 5 * math.sqrt(expected)
+    assert 2 * len(z) * stats.norm.sf(5) == pytest.approx(17.2, abs=0.1)
+    assert 1 <= int((z > 5).sum()) <= 50
 
 
 def test_26_the_fast_mode_is_not_certified():

@@ -239,7 +239,7 @@ def test_a_bad_record_in_a_real_run_changes_nothing_and_tells_nothing(capfd):
         found.append((digits.test_accuracy(model), training.epsilon, training.ledger.notes))
     assert found[0][1:] == found[1][1:]
     assert min(found[0][0], found[1][0]) > 0.88
-    assert abs(found[0][0] - found[1][0]) < 0.05  # two independent runs
+    assert abs(found[0][0] - found[1][0]) < 0.08  # two independent runs
     assert capfd.readouterr() == ("", "")
 
 

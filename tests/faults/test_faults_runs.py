@@ -50,7 +50,7 @@ def test_16_any_split_gives_the_same_sum_one_draw_and_one_charge(microbatch):
 
 
 def test_17_order_of_calls():
-    training = run()
+    training = run(sampling_prob=1.0, expected_batch_size=48)
     batch = next(iter(training.batches((X, Y))))
     with pytest.raises(errors.WrongOrder):
         training.release()
