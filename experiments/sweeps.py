@@ -151,7 +151,7 @@ def imagenette() -> list[Point]:
     return rules + [("imagenette", "psac", {"model": m}) for m in ("resnet9-scaled", "resnet9-16-groups")]
 
 
-FEATURE_RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
+FEATURE_RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 FEATURE_RULES = ("psac", "auto-s", "abadi")
 
 

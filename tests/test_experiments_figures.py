@@ -110,7 +110,7 @@ def test_claims_about_knobs_are_decided_by_how_far_accuracy_moves(tmp_path):
 def test_views_are_compared_seed_by_seed(tmp_path):
     rows = [row("psac", sweeps.copies_settings(k), 0.9 + k / 1000 + s / 100, s) for k in (1, 4) for s in range(3)]
     written(tmp_path, "mnist", rows)
-    assert report.views(tmp_path).found == "+0.30 ± 0.00 (n = 3)"
+    assert next(report.views(tmp_path)).found == "+0.30 ± 0.00 (n = 3)"
     table = tables.copies_table(tmp_path)
     assert "| 1 | 91.10 ± 1.00 | 3 |  |" in table
     assert "| 4 | 91.40 ± 1.00 | 3 | +0.30 ± 0.00 |" in table
