@@ -40,7 +40,7 @@ mutants: $(STAMP)
 	$(BIN)/python tests/mutants
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py --processes 5
 
 data: $(STAMP)
 	$(BIN)/python -m experiments data

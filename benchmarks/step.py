@@ -1,10 +1,11 @@
 """Step time of plain PyTorch, clipwise and (if installed) Opacus, as ratios, alternating in one process.
 
-    python benchmarks/step.py [--rounds 40] [--out benchmarks/results/step.json]
+    python benchmarks/step.py [--rounds 40] [--processes 5] [--out benchmarks/results/step.json]
 
 A step is forward, backward and, for the private ones, norms, clipping, noise and the optimizer. glibc hands freed
 memory back to the system and faults it in again, in whichever contender's step its heap happens to end (up to 15% of a
-step): the script starts itself again with that switched off, for all contenders alike.
+step): the script starts itself again with that switched off, for all contenders alike. Where a process has its memory
+moves ratios too, by as much: with --processes the median of several is taken, and the range shown.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -173,17 +176,12 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, floa
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--compiled", action="store_true", help="plain and private, both compiled")
-    arguments = parser.parse_args()
+def measured(rounds: int, both: bool) -> dict[str, dict[str, Any]]:
+    """All work, in this process; `both` compiled."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     results = {}
     for name, (make, batch) in work().items():
-        both = arguments.compiled
         steps = {"plain": plain_step(make, batch, both), "clipwise": clipwise_step(make, batch, both)}
         steps["of it noise"] = noise_step(make)
         try:
@@ -194,14 +192,45 @@ def main() -> None:
             steps |= {"opacus hooks": opacus_step(make, batch, False), "opacus ghost": opacus_step(make, batch, True)}
         except ImportError:
             pass
-        results[name] = measure(steps, arguments.rounds)
+        results[name] = measure(steps, rounds)
+    return results
+
+
+def in_processes(count: int, given: list[str]) -> dict[str, dict[str, Any]]:
+    """The median of as many processes, and the range of our own ratio."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            out = Path(folder) / f"{number}.json"
+            subprocess.run([sys.executable, __file__, *given, "--processes", "1", "--out", str(out)], check=True)
+            found.append(json.loads(out.read_text())["results"])
+    results: dict[str, dict[str, Any]] = {}
+    for name in found[0]:
+        results[name] = {k: statistics.median(f[name][k] for f in found) for k in found[0][name]}
+        ours = [f[name]["clipwise"] for f in found]
+        results[name] |= {"lowest": min(ours), "highest": max(ours), "processes": count}
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compiled", action="store_true", help="plain and private, both compiled")
+    arguments = parser.parse_args()
+    if arguments.processes > 1:
+        given = ["--rounds", str(arguments.rounds), *(["--compiled"] if arguments.compiled else [])]
+        results = in_processes(arguments.processes, given)
+    else:
+        results = measured(arguments.rounds, arguments.compiled)
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
     for name, found in results.items():
-        ratios = "  ".join(f"{k} {v:.2f}x" for k, v in found.items() if k != "plain_ms")
-        print(f"{name:36s} plain {found['plain_ms']:7.1f} ms  {ratios}")
+        ratios = "  ".join(f"{k} {v:.2f}x" for k, v in found.items() if k not in ("plain_ms", "processes"))
+        print(f"{name:36s} plain {found['plain_ms']:7.1f} ms  {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,11 @@ def test_numbers_come_from_the_committed_result_file():
         json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["results"]
         for name in ("step", "step_compiled")
     )
+    quiet = [f"{found['clipwise'] - found['of it noise']:.2f}×" for found in compiled.values()]
+    assert f"without it the compiled steps take {' and '.join(quiet)}." in README
     for name, found in [*eager.items(), *compiled.items()]:
-        assert f"| {name} | {found['plain_ms']:.0f} ms | **{found['clipwise']:.2f}×**" in README
+        shown = f"| {name} | {found['plain_ms']:.0f} ms | **{found['clipwise']:.2f}×** | "
+        assert f"{shown}{found['lowest']:.2f}–{found['highest']:.2f}× | {found['of it noise']:.2f}× |" in README
 
 
 ACCURACIES = {
