@@ -150,10 +150,10 @@ class NoiseSource:
                 first = max(i, start)
                 jobs.append((f"{here}/{name}/{i}", flat[first - start : i + BLOCK - start], first - i))
         workers = torch.get_num_threads() if sum(len(target) for _, target, _ in jobs) > 4 * BLOCK else 1
-        jobs.sort(key=lambda job: -len(job[1]))
         if workers == 1:
             fill(jobs)
         else:  # numpy releases the interpreter lock
+            jobs.sort(key=lambda job: -len(job[1]))
             with ThreadPoolExecutor(workers - 1) as pool:
                 others = [pool.submit(fill, jobs[i::workers]) for i in range(1, workers)]
                 fill(jobs[::workers])

@@ -313,8 +313,8 @@ class PrivateTraining:
         number = self._ranks.charge(self._ledger.commit)
         noised, released = self._noised(step, number)
         self._threshold = self._plan.threshold.update(step.threshold, released, self._facts(parameters))
-        for name, p in parameters.items():
-            p.grad = self._ranks.as_gradient(p, noised[name].div_(self._plan.expected_batch_size).to(p.dtype))
+        for name, p in parameters.items():  # in new memory: a compiled step puts its next, bare sums where these lie
+            p.grad = self._ranks.as_gradient(p, (noised[name] / self._plan.expected_batch_size).to(p.dtype))
         try:
             self._guard.open = True
             self._optimizer.step()

@@ -315,6 +315,19 @@ def test_a_batch_far_beyond_the_declared_size_is_refused():
     assert training.ledger.charges == 1  # that it failed is seen
 
 
+def test_gradients_lie_in_memory_of_their_own():
+    """A compiled step may write its next sums, without noise, where the last ones lay; an optimizer may keep p.grad."""
+    training, sums, kept = make(sampling="asserted", preflight=False), set(), []
+    add_ = training._noise.add_
+    training._noise.add_ = lambda values, **n: sums.update(v.data_ptr() for v in values.values()) or add_(values, **n)
+    training.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: kept.extend(p.grad for group in optimizer.param_groups for p in group["params"])
+    )
+    training.step((X, Y))
+    assert len(sums) == len(kept) > 0
+    assert not sums & {g.data_ptr() for g in kept}
+
+
 def test_a_second_run_cannot_forget_the_first():
     first = make(sampling="asserted", preflight=False)
     first.step((X, Y))
