@@ -191,6 +191,8 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "mnli": lambda: _part("sentences").glue("mnli"),
     "e2e": lambda: _part("e2e").load(),
     "imagenette": lambda: _part("images").imagenette(),
+    "imagenette_64": lambda: _part("images").imagenette(64),
+    "imagenette_32": lambda: _part("images").imagenette(32),
     "celeba_smiling": lambda: _part("images").celeba("Smiling"),
     "celeba_male": lambda: _part("images").celeba("Male"),
     "celeba_all": lambda: _part("images").celeba(),

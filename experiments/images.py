@@ -34,7 +34,7 @@ def read(paths: Sequence[Path], side: int) -> Tensor:
     return torch.from_numpy(np.stack(found)).float() / 127.5 - 1
 
 
-def imagenette() -> Data:
+def imagenette(side: int = IMAGENETTE_SIDE) -> Data:
     """{train,val}/<class>/*.JPEG: ten classes of ImageNet."""
     folder = find("imagenette", "train", "val")
     classes = sorted(p.name for p in (folder / "train").iterdir() if p.is_dir())
@@ -43,7 +43,7 @@ def imagenette() -> Data:
         paths = [
             (path, label) for label, c in enumerate(classes) for path in sorted((folder / name / c).glob("*.JPEG"))
         ]
-        return read([p for p, _ in paths], IMAGENETTE_SIDE), torch.tensor([label for _, label in paths])
+        return read([p for p, _ in paths], side), torch.tensor([label for _, label in paths])
 
     return Data(part("train"), part("val"), len(classes))
 

@@ -95,8 +95,12 @@ def _mish(c: int, p: int, groups: int) -> list[nn.Module]:
     return [nn.Conv2d(c, p, 3, padding=1, bias=False), nn.GroupNorm(min(groups, p), p), nn.Mish()]
 
 
-def resnet9(classes: int = 10, width: int = 64, groups: int = 32, scaled: bool = False) -> nn.Sequential:
+def resnet9(
+    classes: int = 10, width: int = 64, groups: int = 32, scaled: bool = False, places: int = 1
+) -> nn.Sequential:
     """Eight convolutions and a linear layer, Mish and group norm: 2.4 million parameters.
+
+    The linear layer sees the largest value of each channel, in the whole image or in each of `places`² parts of it.
 
     >>> round(sum(p.numel() for p in resnet9().parameters()) / 1e6, 1)
     2.4
@@ -112,9 +116,9 @@ def resnet9(classes: int = 10, width: int = 64, groups: int = 32, scaled: bool =
         *_mish(4 * w, 4 * w, groups),
         nn.MaxPool2d(2),
         _Pair(4 * w, groups, scaled),
-        nn.AdaptiveMaxPool2d(1),
+        nn.AdaptiveMaxPool2d(places),
         nn.Flatten(),
-        nn.Linear(4 * w, classes),
+        nn.Linear(4 * w * places**2, classes),
     )
 
 

@@ -61,6 +61,7 @@ class Recipe:
     search: str = ""  # the way in which a search is paid for: a method of clipwise.Search, or none
     searched: int = 1  # runs of that search, all with the same noise
     precision: str = "highest"  # of matrix products on a GPU; "high" is TF32; "bfloat16" runs the model in autocast
+    microbatch: int = 0  # rows at a time, for memory's sake; 0 is the whole batch
 
     def changed(self, settings: Mapping[str, Any]) -> Recipe:
         """With other settings, given as words on the command line."""
@@ -84,6 +85,8 @@ MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "resnet9": lambda recipe, data: models.resnet9(data.classes),
     "resnet9-scaled": lambda recipe, data: models.resnet9(data.classes, scaled=True),
     "resnet9-16-groups": lambda recipe, data: models.resnet9(data.classes, groups=16),
+    "resnet9-2x2": lambda recipe, data: models.resnet9(data.classes, places=2),
+    "resnet9-2x2-scaled": lambda recipe, data: models.resnet9(data.classes, scaled=True, places=2),
     "resnet18": lambda recipe, data: models.resnet18(data.classes),
     "resnet18-ws": lambda recipe, data: models.resnet18(data.classes, standardised=True),
     "resnet34": lambda recipe, data: models.resnet34(data.classes),
@@ -105,7 +108,9 @@ RECIPES = {
     "mnist": Recipe("mnist", "cnn", 40, 512, 0.5, 3.0, 1e-5),
     "fashion_mnist": Recipe("fashion_mnist", "cnn", 40, 2048, 4.0, 3.0, 1e-5),
     "cifar10_features": Recipe("cifar10_resnet50", "logistic", 50, 1024, 4.0, 2.0, 1e-5),
-    "imagenette": Recipe("imagenette", "resnet9", 50, 1000, 5e-4, 8.0, 1e-4, 1.5, "nadam", precision="bfloat16"),
+    "imagenette": Recipe(
+        "imagenette", "resnet9", 50, 1000, 5e-4, 8.0, 1e-4, 1.5, "nadam", precision="bfloat16", microbatch=288
+    ),
     "celeba_smiling": Recipe("celeba_smiling", "resnet9", 10, 500, 1e-3, 8.0, 5e-6, 0.1, "adam", precision="high"),
     "celeba_male": Recipe("celeba_male", "resnet9", 10, 500, 1e-3, 8.0, 5e-6, 0.1, "adam", precision="high"),
     "celeba_all": Recipe("celeba_all", "resnet9", 10, 500, 1e-3, 8.0, 5e-6, 0.1, "adam", precision="high"),
@@ -292,7 +297,8 @@ def _private_steps(
 ) -> Iterator[float]:
     plan = plan_of(recipe, method, len(train[0]))
     row |= {"epsilon": plan.epsilon, "noise_multiplier": plan.noise_multiplier, "steps": plan.steps}
-    training = cw.privatize(model, optimizer, plan, losses_of(recipe), seed=seed, compile=compile)
+    rows = recipe.microbatch or None
+    training = cw.privatize(model, optimizer, plan, losses_of(recipe), seed=seed, compile=compile, microbatch=rows)
     for step, batch in enumerate(training.batches(train)):
         _set_rate(recipe, optimizer, step, plan.steps)
         training.step(batch)
