@@ -14,7 +14,7 @@ from .causes import causes
 from .dc_figures import grid_cells, knob_points
 from .dc_tables import DC_TABLES, SEARCHED, UNTUNED, expected_best, searched
 from .figures import DRAWN
-from .papers import D8, IMAGENETTE, LABELS, P2, P3, WANTED, Cell
+from .papers import D8, IMAGENETTE, IMAGENETTE_32, LABELS, P2, P3, WANTED, Cell
 from .recipes import RECIPES
 from .results_io import RESULTS, load
 from .runs import rows_of
@@ -197,7 +197,7 @@ def claims(results: Path = RESULTS) -> list[Claim]:
         *searched_for(results),
         *turned(results),
         *views(results),
-        *(near(IMAGENETTE, method, 2.0, results) for method in IMAGENETTE.printed),
+        *(near(cell, method, 2.0, results) for cell in (IMAGENETTE, IMAGENETTE_32) for method in cell.printed),
     ]
 
 
@@ -258,6 +258,7 @@ def text(results: Path = RESULTS) -> str:
         "twenty such intervals one misses the truth by chance.\n\n" + claims_table(claims(results)),
         "P table 2, A table 1": TABLES["P2"](results=results),
         "P table 2 on features at other learning rates": TABLES["features"](results=results),
+        "imagenette with other images and another head (seed 0)": TABLES["imagenette"](results=results),
         "P figure 4 in numbers (Fashion-MNIST, one seed)": TABLES["P4"](results=results),
         "P table 3, A table 2: SST-2": TABLES["P3"](results=results),
         "A table 4: E2E at (8, 8e-6)": TABLES["A4"](results=results),

@@ -17,6 +17,7 @@ from .sweeps import (
     COPIES,
     FEATURE_RATES,
     FEATURE_RULES,
+    IMAGENETTE_CHANGES,
     KNOBS,
     RATES,
     VIEWS,
@@ -187,6 +188,17 @@ def features_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def imagenette_table(results: Path = RESULTS) -> str:
+    """Which choice moves the number without privacy, and which the cost of privacy, on seed 0."""
+    lines = ["| images and network | PSAC | not private | what privacy costs |", "|---|---|---|---|"]
+    for label, settings in IMAGENETTE_CHANGES.items():
+        ours, plain = (accuracies("imagenette", m, settings, results).get(0) for m in ("psac", NON_PRIVATE))
+        shown = ["not run" if v is None else f"{v:.2f}" for v in (ours, plain)]
+        cost = "" if ours is None or plain is None else f"{plain - ours:.2f}"
+        lines.append(f"| {label} | {' | '.join(shown)} | {cost} |")
+    return "\n".join(lines)
+
+
 def copies_table(results: Path = RESULTS) -> str:
     """What several moved views of each example bring."""
     return _views_table({str(k): copies_settings(k) for k in COPIES}, results)
@@ -247,4 +259,5 @@ TABLES = {
     "copies": copies_table,
     "views": views_table,
     "features": features_table,
+    "imagenette": imagenette_table,
 }

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import causes, datasets, dc_tables, figures, models, papers, recipes, report, sweeps
+from experiments import causes, datasets, dc_tables, figures, models, papers, recipes, report, sweeps, tables
 
 
 def test_a_search_that_is_paid_for_has_more_noise_in_every_run():
@@ -171,6 +171,24 @@ def test_imagenettes_gap_is_split(tmp_path):
     rows = [row("psac", 0, {}, 0.60), row("non-private", 0, {}, 0.81)]
     written(tmp_path, "imagenette", rows)
     assert "privacy costs us 21.0 points and the paper 7.1" in causes.causes(tmp_path)
+    assert "At 32 pixels" not in causes.causes(tmp_path)
+    for change, private, plain in ((sweeps.TINY, 0.59, 0.76), (sweeps.TINY | sweeps.QUARTERS, 0.62, 0.73)):
+        rows += [row("psac", 0, change, private), row("non-private", 0, change, plain)]
+    written(tmp_path, "imagenette", rows)
+    found = causes.causes(tmp_path)
+    assert "+1.9 points from the paper without privacy (n = 1) and -2.0 with PSAC (n = 1): privacy costs 11.0" in found
+    assert "by -5.0 without privacy and by -1.0 with PSAC (seed 0)" in found
+    assert "3.9 points more than the paper pays" in found
+    lines = tables.imagenette_table(tmp_path).splitlines()
+    assert "| 32 pixels | 59.00 | 76.00 | 17.00 |" in lines
+    assert "| 32 pixels, quarters, lr 0.001 | not run | not run |  |" in lines
+
+
+def test_the_sweep_of_imagenette_names_every_run_once():
+    points = [(method, tuple(sorted(settings.items()))) for _, method, settings in sweeps.imagenette()]
+    assert len(points) == len(set(points))
+    for method in ("psac", "abadi", "auto-s", "non-private"):
+        assert (method, ()) in points
 
 
 def test_a_long_run_says_how_far_it_has_come(capsys):
