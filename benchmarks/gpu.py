@@ -198,27 +198,24 @@ def measured(model: nn.Module, loss: Any, batch: Any, rounds: int, turn: Any, ot
     return found
 
 
-def works(simple: bool = False) -> dict[str, Callable[[], tuple[nn.Module, Any, Any]]]:
-    def words_of(model: nn.Module) -> tuple[nn.Module, Any, Any]:
-        tokens = torch.randint(0, 50257, (32, 256), device="cuda")
-        return model, words, (tokens, tokens.roll(1, 1))
+def works(device: str = "cuda", simple: bool = False) -> dict[str, Callable[[], tuple[nn.Module, Any, Any]]]:
+    """Model, losses and batch of each; `simple`: models that peers can take."""
+    half = torch.bfloat16
+
+    def text(dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
+        tokens = torch.randint(0, 50257, (32, 256), device=device)
+        return Gpt(untied=simple).to(device, dtype), words, (tokens, tokens.roll(1, 1))
 
     def images(model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any, Any]:
-        batch = (torch.randn(*shape, device="cuda", dtype=dtype), torch.randint(0, 10, shape[:1], device="cuda"))
-        return model, classes, batch
+        batch = (torch.randn(*shape, device=device, dtype=dtype), torch.randint(0, 10, shape[:1], device=device))
+        return model.to(device, dtype), classes, batch
 
-    def pictures() -> tuple[nn.Module, Any, Any]:
-        return images(Vit(table=simple).cuda().to(half), 64, 3, 224, 224, dtype=half)
-
-    half = torch.bfloat16
     return {
-        "GPT 124M, T 256, batch 32, bf16": lambda: words_of(Gpt(untied=simple).cuda().to(half)),
-        "GPT 124M, T 256, batch 32, TF32": lambda: words_of(Gpt(untied=simple).cuda()),
-        "ViT-B, 196 tokens, batch 64, bf16": lambda: images(
-            Vit(peers=peers).cuda().to(half), 64, 3, 224, 224, dtype=half
-        ),
-        "ResNet18 (GN), 32 px, batch 256": lambda: images(resnet18().cuda(), 256, 3, 32, 32),
-        "MNIST CNN, batch 512": lambda: images(mnist_cnn().cuda(), 512, 1, 28, 28),
+        "GPT 124M, T 256, batch 32, bf16": lambda: text(half),
+        "GPT 124M, T 256, batch 32, TF32": lambda: text(torch.float32),
+        "ViT-B, 196 tokens, batch 64, bf16": lambda: images(Vit(table=simple), 64, 3, 224, 224, dtype=half),
+        "ResNet18 (GN), 32 px, batch 256": lambda: images(resnet18(), 256, 3, 32, 32),
+        "MNIST CNN, batch 512": lambda: images(mnist_cnn(), 512, 1, 28, 28),
     }
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import _check
-from ._types import ROUNDINGS, ClippedSum, Engine, LossFn, sum_dtype, unit_roundoff
+from ._types import CHAIN, ROUNDINGS, ClippedSum, Engine, LossFn, sum_dtype, unit_roundoff
 from .batch import batch_size
 from .engine import Gradients, OpRule, Paths, Tape, exact_products, vmap_gradients
 from .errors import ParameterMismatch
@@ -26,15 +26,17 @@ def zeros_like(p: nn.Parameter) -> Tensor:
     return torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=p.device)
 
 
-def with_rounding(sensitivity: float, dtypes: set[torch.dtype], examples: float, steepness: float = 1.0) -> float:
+def with_rounding(sensitivity: float, parameters: Iterable[Tensor], examples: float, steepness: float = 1.0) -> float:
     """S plus what rounding can add: adding one example changes how the sum over all the others rounds.
 
     The sum of b clipped examples is at most b·S long and each of its entries is rounded relative to its
     own size, so the change is of the order b·u·S; ROUNDINGS is its constant (docs/engine.md). A rule whose weight
     falls steeply makes `steepness` times as much of it.
     """
-    u = max(unit_roundoff(sum_dtype(dtype)) for dtype in dtypes)
-    return sensitivity * (1 + ROUNDINGS * max(steepness, 1.0) * u * max(examples, 1))
+    kinds = {(p.device.type, sum_dtype(p.dtype)) for p in parameters}
+    u = max(unit_roundoff(dtype) for _, dtype in kinds)
+    chain = CHAIN if any(device != "cpu" for device, _ in kinds) else 0
+    return sensitivity * (1 + u * (ROUNDINGS * max(steepness, 1.0) * max(examples, 1) + chain))
 
 
 def narrowed(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,8 +114,7 @@ def clipped_sum(
     parameters = trainable(model)
     groups = rule.groups(list(parameters))
     size = batch_size(batch)
-    dtypes = {p.dtype for p in parameters.values()}
-    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), dtypes, size, steepness_of(rule))
+    bound = with_rounding(rule.sensitivity(clip_norm, len(groups)), parameters.values(), size, steepness_of(rule))
     if size == 0:
         zeros = {n: zeros_like(p) for n, p in parameters.items()}
         return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64), bound, torch.zeros(0))

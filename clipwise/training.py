@@ -123,7 +123,7 @@ class PrivateTraining:
 
     def _bound(self, parameters: dict[str, nn.Parameter]) -> float:
         bound, rule = self._plan.rule.sensitivity(self.clip_norm, len(self._groups)), self._plan.rule
-        return with_rounding(bound, {p.dtype for p in parameters.values()}, self._largest_batch, steepness_of(rule))
+        return with_rounding(bound, parameters.values(), self._largest_batch, steepness_of(rule))
 
     @property
     def _largest_batch(self) -> float:

@@ -24,13 +24,22 @@ def _float32_as(precision: str) -> Iterator[None]:
 
 
 def _multiply(left: Tensor, right: Tensor, precision: str, to: Tensor) -> None:
-    if precision == "bfloat16":
-        torch.mm(left, right, out_dtype=torch.float32, out=to)
-        return
-    with _float32_as("tf32" if precision == "tf32" else "ieee"):
-        torch.mm(left, right, out=to)
+    """leftᵀ @ right into `to`, or a few such products of limited length, added up."""
+    for i in range(0, max(len(left), 1), ROWS[precision]):
+        part = to if i == 0 else torch.empty_like(to)
+        first, second = left[i : i + ROWS[precision]].mT, right[i : i + ROWS[precision]]
+        if precision == "bfloat16":
+            torch.mm(first, second, out_dtype=torch.float32, out=part)
+        else:
+            with _float32_as("tf32" if precision == "tf32" else "ieee"):
+                torch.mm(first, second, out=part)
+        if i:
+            to += part
 
 
+# Examples × positions of one product: how its sum rounds grows with its length (docs/engine.md). A tensor core adds up
+# 16 products of bfloat16 at a time, and 8 of TF32.
+ROWS = {"exact": 2**13, "bfloat16": 2**14, "tf32": 2**13}
 _SPARE = 2**13  # columns that are put aside at a time: those of a vocabulary would be as large as its logits
 
 
@@ -91,29 +100,36 @@ def _(lefts: list[Tensor], *others: object) -> Tensor:
 
 
 @torch.library.custom_op(
-    "clipwise::kept_product",
+    "clipwise::weighted_product",
     mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor dropped, bool hide_left, str precision) -> Tensor",
+    schema="(Tensor left, Tensor right, Tensor weights, Tensor dropped, bool weigh_left, str precision) -> Tensor",
 )
-def _kept_product(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Any) -> Tensor:
-    from .kernels_cuda import move_rows
+def _weighted_product(
+    left: Tensor, right: Tensor, weights: Tensor, dropped: Tensor, weigh_left: bool, precision: str
+) -> Tensor:
+    from .kernels_rows import move_rows, weigh
 
-    hidden = left if hide_left else right
-    spare = hidden.new_empty(len(hidden) * min(hidden.shape[1], _SPARE))
+    factor, hidden = (left, right) if weigh_left else (right, left)
+    parts = hidden.split(_SPARE, dim=1)
+    spare = hidden.new_empty(len(hidden) * parts[0].shape[1])
     out = hidden.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
-    for part, to in zip(hidden.split(_SPARE, dim=1), out.split(_SPARE, dim=0 if hide_left else 1), strict=True):
+    weighted: Tensor | None = None
+    for part, to in zip(parts, out.split(_SPARE, dim=1 if weigh_left else 0), strict=True):
         aside = spare[: part.numel()].view(part.shape)
-        move_rows(part, aside, dropped, back=False)
-        first, second = (part, right) if hide_left else (left, part)
+        if weighted is None:
+            weighted = weigh(factor, weights, dropped, part, aside, precision == "tf32")
+        else:
+            move_rows(part, aside, dropped, back=False)
+        first, second = (weighted, part) if weigh_left else (part, weighted)
         try:
-            _multiply(first.mT, second, precision, to)
+            _multiply(first, second, precision, to)
         finally:
             move_rows(part, aside, dropped, back=True)
     return out
 
 
-@_kept_product.register_fake
-def _(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Any) -> Tensor:
+@_weighted_product.register_fake
+def _(left: Tensor, right: Tensor, *others: Any) -> Tensor:
     return left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
 
 

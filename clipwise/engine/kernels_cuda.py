@@ -7,6 +7,8 @@ Imported on a GPU only, by cuda_ops.py.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 import triton
 import triton.language as tl
@@ -86,12 +88,12 @@ def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 _TILE = 128
 
 
-def _places(left: Tensor) -> tuple[Tensor, Tensor]:
+def _places(left: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """For Σ_ts A_ts·B_ts, Σ A_ts², Σ B_ts² per example, group and pair of tiles; for the diagonals of A and B."""
     b, g, t, _ = left.shape
     tiles = triton.cdiv(t, _TILE)
-    sums = torch.empty(3, b * g, tiles * (tiles + 1) // 2, dtype=torch.float64, device=left.device)
-    return sums, torch.empty(2, b, g, t, dtype=torch.float32, device=left.device)
+    sums = torch.empty(count, 3, b * g, tiles * (tiles + 1) // 2, dtype=torch.float64, device=left.device)
+    return sums, torch.empty(count, 2, b, g, t, dtype=torch.float32, device=left.device)
 
 
 def _fill(left: Tensor, right: Tensor, tf32: bool, sums: Tensor, squares: Tensor) -> None:
@@ -118,7 +120,7 @@ def gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 
     A and B hold the inner products of the positions of left [b, g, t, p] and right [b, g, t, d].
     """
-    sums, squares = _places(left)
+    (sums,), (squares,) = _places(left, 1)
     _fill(left, right, tf32, sums, squares)
     return sums.sum(2), squares
 
@@ -141,8 +143,12 @@ def _bound(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`Gram.bound` of one example (gram.py says what it is), `more` added. NaN stays NaN."""
-    example, examples = tl.program_id(0), tl.num_programs(0)
+    """`Gram.bound` of one example (gram.py says what it is), `more` added; of several pairs. NaN stays NaN."""
+    example, examples, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    sums += pair * 3 * examples * groups * pairs
+    squares += pair * 2 * examples * groups * positions
+    more += pair * 3 * examples
+    out += pair * examples
     zero = tl.zeros([], tl.float64)
     total, reach, used, sum_left, sum_right = zero, zero, zero, zero, zero
     left_moves, right_moves = zero, zero
@@ -182,14 +188,11 @@ def _bound(
     tl.store(out + example, norm * norm)
 
 
-def _gram_bound(
-    left: Tensor, right: Tensor, sums: Tensor, squares: Tensor, more: Tensor, errors: list[float], out: Tensor
-) -> None:
-    b, g, t, p = left.shape
+def _gram_bounds(sides: tuple[int, int], sums: Tensor, squares: Tensor, more: Tensor, errors: list[float], out: Tensor):
+    count, _, b, g, t = squares.shape
     error, unit, moved_left, moved_right = errors
-    tiny, pairs = torch.finfo(torch.float32).tiny, sums.shape[2]
-    block = min(1024, triton.next_power_of_2(t))
-    _bound[(b,)](
+    tiny, pairs = torch.finfo(torch.float32).tiny, sums.shape[3]
+    _bound[(b, count)](
         sums,
         squares,
         more,
@@ -197,14 +200,14 @@ def _gram_bound(
         g,
         t,
         pairs,
-        p * tiny,
-        right.shape[3] * tiny,
+        sides[0] * tiny,
+        sides[1] * tiny,
         error,
         unit,
         moved_left,
         moved_right,
         triton.next_power_of_2(pairs),
-        block,
+        min(1024, triton.next_power_of_2(t)),
         num_warps=4,
     )
 
@@ -218,26 +221,34 @@ def gram_bounds(
 ) -> Tensor:
     """The squared norms' bounds [n, b], float64, of n pairs of factors with four `errors` each; more is [n, 3, b].
 
-    One pair alone leaves a part of the GPU idle, so they run on several streams.
+    One pair alone leaves a part of the GPU idle, so they run on several streams. Bounds of neighbours with the same
+    shapes are made at once.
     """
-    device = lefts[0].device
+    device, number = lefts[0].device, range(len(lefts))
     out = torch.empty(len(lefts), len(lefts[0]), dtype=torch.float64, device=device)
-    held = [_places(left) for left in lefts]  # made on this stream, which outlives the others' work
+    kinds = [
+        [*same] for _, same in groupby(number, lambda i: (lefts[i].shape, rights[i].shape, errors[4 * i : 4 * i + 4]))
+    ]
+    held = [_places(lefts[same[0]], len(same)) for same in kinds]  # on this stream, which outlives the others' work
+    places = [place for sums, squares in held for place in zip(sums, squares, strict=True)]
     main = torch.cuda.current_stream(device)
     if device not in _BESIDE:
         _BESIDE[device] = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
     streams = [main, *_BESIDE[device][: len(lefts) - 1]]
     for stream in streams[1:]:
         stream.wait_stream(main)
-    order = sorted(range(len(lefts)), key=lambda i: -lefts[i][0].numel() - rights[i][0].numel())
+    order = sorted(number, key=lambda i: -lefts[i][0].numel() - rights[i][0].numel())
     try:
-        for number, i in enumerate(order):
-            with torch.cuda.stream(streams[number % len(streams)]):
-                _fill(lefts[i], rights[i], tf32[i], *held[i])
-                _gram_bound(lefts[i], rights[i], *held[i], more[i], errors[4 * i : 4 * i + 4], out[i])
+        for turn, i in enumerate(order):
+            with torch.cuda.stream(streams[turn % len(streams)]):
+                _fill(lefts[i], rights[i], tf32[i], *places[i])
     finally:  # whatever happens: nobody may use this memory while they write
         for stream in streams[1:]:
             main.wait_stream(stream)
+    for same, (sums, squares) in zip(kinds, held, strict=True):
+        first, last = same[0], same[-1] + 1
+        sides = (lefts[first].shape[3], rights[first].shape[3])
+        _gram_bounds(sides, sums, squares, more[first:last], errors[4 * first : 4 * first + 4], out[first:last])
     return out
 
 
@@ -288,30 +299,3 @@ def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1))
     _norm_sums[(b, triton.cdiv(p, 64))](grad, x, mean, scale, out, t, p, *strides, 32, 64, num_warps=4)
     return out
-
-
-@triton.jit
-def _move_rows(x, spare, dropped, positions, width, along, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows of one dropped example to `spare`, and zeros in their place; or back. Nothing for all the others."""
-    example = tl.program_id(0)
-    if tl.load(dropped + example) != 0:
-        for t in range(tl.program_id(1), positions, tl.num_programs(1)):
-            row = (example * positions + t).to(tl.int64)
-            for k in range(0, width, BLOCK):
-                n = k + tl.arange(0, BLOCK)
-                here, there = x + row * along + n, spare + row * width + n
-                if BACK:
-                    tl.store(here, tl.load(there, n < width), n < width)
-                else:
-                    tl.store(there, tl.load(here, n < width), n < width)
-                    tl.store(here, tl.zeros([BLOCK], x.dtype.element_ty), n < width)
-
-
-def move_rows(x: Tensor, spare: Tensor, dropped: Tensor, back: bool) -> None:
-    """Rows [b·t, n] of dropped examples [b] are hidden in `spare`, or put back."""
-    assert x.stride(1) == 1
-    assert x.stride(0) >= x.shape[1]
-    examples, positions = len(dropped), len(x) // max(len(dropped), 1)
-    _move_rows[(examples, min(positions, 16))](
-        x, spare, dropped.view(torch.uint8), positions, x.shape[1], x.stride(0), back, 1024, num_warps=4
-    )

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from .contributions import Window
 from .gram import gram_of, inner_products
-from .products import Precision, select
+from .products import ROWS, Precision, select
 
-ROWS = 2**13  # examples × positions of one product: how its sum rounds grows with its length
 _PROGRAMS = 264  # two for each of an H200's processors
 
 
@@ -90,7 +89,7 @@ class PatchGrad:
         """Sums that are made one beside the other: enough to keep a GPU busy, and none too long."""
         size, positions, p = self.left.shape
         tiles = -(-p // 128) * -(-self.input.shape[3] // 128) * self.window.kernel[0] * self.window.kernel[1]
-        return min(size, max(-(-size * positions // ROWS), _PROGRAMS // tiles))
+        return min(size, max(-(-size * positions // ROWS[self.precision]), _PROGRAMS // tiles))
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the gradient at the output; dropped examples are not read."""

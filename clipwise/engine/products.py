@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda_ops  # noqa: F401  (torch.ops.clipwise)
+from .cuda_ops import ROWS as ROWS  # and torch.ops.clipwise
 from .static import is_static
 
 Precision = Literal["exact", "bfloat16", "tf32"]
@@ -100,17 +100,19 @@ def aligned(x: Tensor, to: int = 8) -> Tensor:
     return F.pad(x, (0, -n % to)).contiguous()
 
 
-def kept_product(left: Tensor, right: Tensor, dropped: Tensor, hide_left: bool, precision: Precision) -> Tensor:
-    """leftᵀ @ right over rows [b·t, ·] on a GPU, in float32, without the rows of dropped examples [b].
+def weighted_product(
+    left: Tensor, right: Tensor, weights: Tensor, keep: Tensor, weigh_left: bool, precision: Precision
+) -> Tensor:
+    """Σ weights·leftᵀ @ right over rows [b·t, ·] of kept examples [b], on a GPU, in float32.
 
-    Those of one factor are 0 already; those of the other one (`hide_left` says which) may hold NaN. They are put aside
-    while the product runs, and nothing is done where none is dropped: the product is the same one, of the same kernel,
-    so that what the others add up to does not change by a digit.
+    One factor takes the weights, as narrow as the product takes it: MOVED covers that. The other one goes in as it
+    lies; rows of dropped examples, which may hold NaN, are put aside while the product runs. It is the same one, of
+    the same kernel, with or without them, so that what the others add up to does not change by a digit.
     """
     if precision == "exact":
         left, right = left.float(), right.float()
     left, right = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (left, right))
-    found: Tensor = torch.ops.clipwise.kept_product(left, right, dropped, hide_left, precision)
+    found: Tensor = torch.ops.clipwise.weighted_product(left, right, weights.float(), ~keep, weigh_left, precision)
     return found
 
 

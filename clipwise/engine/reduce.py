@@ -32,8 +32,8 @@ from .contributions import (
     merge_rows,
 )
 from .gram import Gram, gram, gram_bounds, is_fused
-from .patches import ROWS, PatchGrad, example_gradients
-from .products import MOVED, Precision, aligned, cut, kept_product, precision_of, product, select
+from .patches import PatchGrad, example_gradients
+from .products import MOVED, ROWS, Precision, aligned, cut, precision_of, product, select, weighted_product
 
 _CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
 _SMALL = 2**13  # t·(p + d) of one example up to which float64 is cheap
@@ -165,16 +165,17 @@ class OuterGrad:
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the smaller side, then one product over all examples and positions, or a few of limited length."""
         left, right = self.uses.left, self.uses.right
-        if self.weighs_left:
-            left = self._weighted(left, weights, keep)
+        if left.shape[1] == 1 and left.device.type == "cuda" and self.dtype == torch.float32:
+            both = (left.flatten(0, 2), right.flatten(0, 2))
+            total = weighted_product(*both, weights, keep, self.weighs_left, self.precision)
         else:
-            right = self._weighted(right, weights, keep)
-        rows = max(1, ROWS // left.shape[2])
-        parts = [
-            self._product(left[i : i + rows], right[i : i + rows], keep[i : i + rows])
-            for i in range(0, len(left), rows)
-        ]
-        total = functools.reduce(torch.add, parts)
+            left, right = (
+                self._weighted(x, weights, keep) if weighs else select(x, keep)
+                for x, weighs in ((left, self.weighs_left), (right, not self.weighs_left))
+            )
+            left, right = _all_rows(left), _all_rows(right)
+            parts = zip(*(x.split(ROWS[self.precision], dim=-2) for x in (left, right)), strict=True)
+            total = functools.reduce(torch.add, (product(a.mT, b, self.dtype, self.precision) for a, b in parts))
         p, d = self.uses.size
         return total[..., :p, :d].reshape(self.shape)
 
@@ -182,13 +183,6 @@ class OuterGrad:
     def weighs_left(self) -> bool:
         """The smaller factor takes the weights, as it lies in memory; gram.py counts on it."""
         return self.uses.left.shape[3] <= self.uses.right.shape[3]
-
-    def _product(self, left: Tensor, right: Tensor, keep: Tensor) -> Tensor:
-        """Of the factors [b, g, t, ·]; the one without weights may hold NaN in rows that are not kept."""
-        if left.shape[1] == 1 and left.device.type == "cuda" and self.dtype == torch.float32:
-            return kept_product(left.flatten(0, 2), right.flatten(0, 2), ~keep, not self.weighs_left, self.precision)
-        left, right = (_all_rows(select(x, keep)) for x in (left, right))
-        return product(left.mT, right, self.dtype, self.precision)
 
     def _weighted(self, x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
         """The factor with the weights, as narrow as products take it: MOVED covers that."""
@@ -256,6 +250,7 @@ def squared_norms(grads: Sequence[Reduced]) -> list[Tensor]:
             kinds.setdefault((outer.uses.left.device, len(outer.uses.left)), []).append((i, outer))
     found: dict[int, Tensor] = {}
     for same in kinds.values():
+        same.sort(key=lambda pair: (pair[1].uses.left.shape, pair[1].uses.right.shape))  # like ones are neighbours
         zero = same[0][1].uses.left.new_zeros(len(same[0][1].uses.left), dtype=torch.float64)
         more = [grad.more() if isinstance(grad := grads[i], TiedGrad) else (zero,) * 3 for i, _ in same]
         stacked = torch.stack([torch.stack(parts) for parts in more])

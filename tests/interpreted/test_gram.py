@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from clipwise.engine import kernels_cuda
 from clipwise.engine.contributions import Outer
 from clipwise.engine.gram import _errors, gram
-from clipwise.engine.kernels_cuda import column_sums, gram_bounds, move_rows, norm_sums
+from clipwise.engine.kernels_cuda import column_sums, gram_bounds, norm_sums
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +46,15 @@ def test_rows_that_lie_apart():
 
 def test_bounds_of_several_pairs():
     left, right = factors(3, 1, 200, 64, 40)
-    pairs, ways = [(left, right), (right, left), (left, left)], ["tf32", "bfloat16", "tf32"]
-    more, errors = torch.rand(3, 3, 3, dtype=torch.float64), []
+    pairs = [(left, right), (2 * left, right), (right, left), (left, left), (3 * left, -left), (left, left + 1)]
+    ways = ["tf32", "tf32", "bfloat16", "tf32", "tf32", "bfloat16"]
+    pairs += [(one[:, :, :50], other[:, :, :50]) for one, other in pairs[:2]]  # like neighbours share a launch
+    ways += ways[:2]
+    more, errors = torch.rand(len(pairs), 3, 3, dtype=torch.float64), []
     for (one, other), way in zip(pairs, ways, strict=True):
         sides = (one.shape[3], other.shape[3])
         errors += _errors(sides, torch.float32, way, sides[0] <= sides[1])
-    found = gram_bounds([a for a, _ in pairs], [b for _, b in pairs], more, [False] * 3, errors)
+    found = gram_bounds([a for a, _ in pairs], [b for _, b in pairs], more, [False] * len(pairs), errors)
     for row, (one, other), way, added in zip(found, pairs, ways, more, strict=True):
         truth = gram(Outer(one, other), torch.float32, way).bound(tuple(added))
         assert torch.allclose(row, truth, rtol=1e-7)
@@ -66,19 +69,6 @@ def test_a_record_that_is_not_finite_has_no_bound_and_changes_no_other():
     spoiled = gram_bounds([left], [right], more, [False], errors)[0]
     assert spoiled.isnan().tolist() == [False, True, False]
     assert torch.equal(spoiled[[0, 2]], whole[[0, 2]])
-
-
-@pytest.mark.parametrize("wide", [0, 8])
-def test_rows_are_put_aside_and_back(wide):
-    x = torch.randn(60, 70 + wide)[:, :70]
-    before, spare = x.clone(), torch.full((60, 70), 9.0)
-    dropped = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
-    rows = dropped.repeat_interleave(10)
-    move_rows(x, spare, dropped, back=False)
-    assert not x[rows].any()
-    assert torch.equal(x[~rows], before[~rows])
-    move_rows(x, spare, dropped, back=True)
-    assert torch.equal(x, before)
 
 
 def test_sums_over_positions():

@@ -1,0 +1,126 @@
+"""Triton kernels for weighted sums: a factor takes its weights, and rows of dropped examples are put aside.
+
+Imported on a GPU only, by cuda_ops.py.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_AT_ONCE = 8  # rows of one program
+
+
+@triton.jit
+def _put(x, spare, first, rows, width, along, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some rows of x to `spare`, and zeros in their place; or back."""
+    t = tl.arange(0, ROWS)
+    row, inside = (first + t).to(tl.int64)[:, None], (t < rows)[:, None]
+    for k in range(0, width, COLUMNS):
+        n = (k + tl.arange(0, COLUMNS))[None, :]
+        here, there = x + row * along + n, spare + row * width + n
+        if BACK:
+            tl.store(here, tl.load(there, inside & (n < width)), inside & (n < width))
+        else:
+            tl.store(there, tl.load(here, inside & (n < width)), inside & (n < width))
+    if not BACK:
+        tl.debug_barrier()  # one thread's zeros may lie where another one still reads
+        for k in range(0, width, COLUMNS):
+            n = (k + tl.arange(0, COLUMNS))[None, :]
+            tl.store(x + row * along + n, tl.zeros([ROWS, COLUMNS], x.dtype.element_ty), inside & (n < width))
+
+
+@triton.jit
+def _move_rows(
+    x, spare, dropped, positions, width, along, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The rows of dropped examples to `spare`, or back. Nothing for all the others."""
+    example, t = tl.program_id(0), tl.program_id(1) * ROWS
+    if tl.load(dropped + example) != 0:
+        _put(x, spare, example * positions + t, positions - t, width, along, BACK, ROWS, COLUMNS)
+
+
+def move_rows(x: Tensor, spare: Tensor, dropped: Tensor, back: bool) -> None:
+    """Rows [b·t, n] of dropped examples [b] are hidden in `spare`, or put back."""
+    assert x.stride(1) == 1
+    assert x.stride(0) >= x.shape[1]
+    examples, positions = len(dropped), len(x) // max(len(dropped), 1)
+    _move_rows[(examples, triton.cdiv(positions, _AT_ONCE))](
+        x, spare, dropped.view(torch.uint8), positions, x.shape[1], x.stride(0), back, _AT_ONCE, 256, num_warps=4
+    )
+
+
+@triton.jit
+def _weigh(
+    x,
+    weights,
+    dropped,
+    out,
+    hidden,
+    spare,
+    positions,
+    width,
+    along,
+    hidden_width,
+    hidden_along,
+    CUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows of x times their example's weight, rounded; zeros, and rows of `hidden` put aside, where it is dropped."""
+    example, first = tl.program_id(0), tl.program_id(1) * ROWS
+    weight, gone = tl.load(weights + example), tl.load(dropped + example) != 0
+    t = first + tl.arange(0, ROWS)
+    row, inside = (example * positions + t).to(tl.int64)[:, None], (t < positions)[:, None]
+    for k in range(0, width, COLUMNS):
+        n = (k + tl.arange(0, COLUMNS))[None, :]
+        value = tl.load(x + row * along + n, inside & (n < width), other=0.0).to(tl.float32) * weight
+        value = tl.where(gone, 0.0, value)
+        if CUT:
+            bits = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            value = tl.where(value == value, bits, value)  # NaN stays NaN
+        tl.store(out + row * width + n, value.to(out.dtype.element_ty), inside & (n < width))
+    if gone:
+        _put(
+            hidden,
+            spare,
+            example * positions + first,
+            positions - first,
+            hidden_width,
+            hidden_along,
+            False,
+            ROWS,
+            COLUMNS,
+        )
+
+
+def weigh(x: Tensor, weights: Tensor, dropped: Tensor, hidden: Tensor, spare: Tensor, cut: bool) -> Tensor:
+    """Rows [b·t, n] times weights [b] (float32), in the dtype of x, or cut to TF32's bits; zeros for dropped examples.
+
+    Their rows of `hidden` are put aside, as by move_rows.
+    """
+    assert x.stride(1) == hidden.stride(1) == 1
+    examples, positions = len(dropped), len(x) // max(len(dropped), 1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _weigh[(examples, triton.cdiv(positions, _AT_ONCE))](
+        x,
+        weights,
+        dropped.view(torch.uint8),
+        out,
+        hidden,
+        spare,
+        positions,
+        x.shape[1],
+        x.stride(0),
+        hidden.shape[1],
+        hidden.stride(0),
+        cut,
+        _AT_ONCE,
+        256,
+        num_warps=4,
+    )
+    return out
