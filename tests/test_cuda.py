@@ -10,7 +10,7 @@ import clipwise as cw
 from clipwise._types import CHAIN, ROUNDINGS
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine.compiled import Compiled
-from clipwise.engine.contributions import Outer
+from clipwise.engine.contributions import Outer, Window
 from clipwise.engine.gram import gram, gram_bounds
 from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import aligned, column_sums, cut, weighted_product
@@ -121,6 +121,19 @@ def test_one_more_record_moves_how_others_round_within_the_room_for_it(precision
         assert moved <= 2**-24 * (ROUNDINGS * b + CHAIN), float(moved) * 2**24
         if precision != "exact" and b == 32:
             assert moved > 2**-24 * ROUNDINGS * b  # the room is needed
+
+
+@pytest.mark.parametrize(("b", "width"), [(7, 9001), (300, 36864), (64, 130)])
+def test_gradients_in_rows(b, width):
+    x, weights, keep = torch.randn(b, width, device="cuda"), torch.rand(b, device="cuda"), torch.rand(b) < 0.7
+    truth = (weights * keep.cuda()).double() @ x.double()
+    grad = DenseGrad(x)
+    exact = x.double().square().sum(1)
+    assert (grad.squared_norms() >= exact).all()
+    assert (grad.squared_norms() <= (1 + 2e-5) * exact).all()
+    x[~keep] = float("nan")
+    assert torch.allclose(grad.weighted_sum(weights, keep.cuda()).double(), truth, atol=1e-4)
+    assert grad.squared_norms().isnan().cpu().equal(~keep)
 
 
 @pytest.mark.parametrize("kind", ["summed", "turned input", "turned output", "pooled"])
@@ -393,6 +406,24 @@ def test_convolutions_whose_patches_are_never_made(name, form, precision):
     total = found.weighted_sum(weights, kept, [["weight"]])["weight"]
     expected = (truth[kept] * weights[kept, :, None, None, None]).sum(0)
     assert (total - expected).norm() <= 6e-3 * expected.norm()
+
+
+def test_one_more_record_moves_a_convolutions_sum_within_the_room_for_it():
+    """As above, by strips.py."""
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    for b, c, p, side in ((256, 128, 128, 16), (256, 64, 64, 32), (300, 256, 256, 8)):
+        window = Window((3, 3), (1, 1), (1, 1), (1, 1), (side, side))
+        x, grads = torch.rand(1, side, side, c, device="cuda") + 0.5, torch.rand(1, side * side, p, device="cuda") + 0.5
+        both = (cut(grads).repeat(b, 1, 1), cut(x).repeat(b, 1, 1, 1))
+        own = torch.ops.clipwise.strip_gradients(both[0][:1], both[1][:1], *window)[0].double()
+        weights, keep = torch.ones(b, device="cuda"), torch.ones(b, dtype=torch.bool, device="cuda")
+        whole = torch.ops.clipwise.strip_sum(*both, weights, keep, *window).double()
+        keep[b // 3] = False
+        others = torch.ops.clipwise.strip_sum(*both, weights, keep, *window).double()
+        moved = (whole - others - own).norm() / own.norm()
+        assert moved <= 2**-24 * (ROUNDINGS * b + CHAIN), float(moved) * 2**24
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_copies_of_an_example_are_one_example_in_a_convolution(precision):

@@ -14,7 +14,7 @@ TRITON = ROOT / ".kernels"
 
 
 @pytest.mark.skipif(not (TRITON / "triton").is_dir(), reason="needs Triton in .kernels (make kernels)")
-@pytest.mark.parametrize("part", ["gram", "conv", "chacha", "rows"])
+@pytest.mark.parametrize("part", ["gram", "conv", "chacha", "rows", "ops"])
 def test_kernels(part):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipwise.clipping import engine_gradients
-from clipwise.engine import contributions, conv, reduce
+from clipwise.engine import contributions, conv, reduce, strips
 from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import cut
 from clipwise.engine.reduce import DenseGrad, Path
@@ -113,19 +113,29 @@ def test_copies_of_an_example_count_as_one():
 
 
 @pytest.mark.parametrize(("c", "p", "k"), [(20, 24, 1), (17, 18, 1), (17, 160, 3), (16, 8, 3)])
-def test_the_bound_covers_the_factor_that_takes_the_weights(c, p, k):
-    """Factors are padded to whole lines of memory, and which one is smaller may change with it."""
-    found = engine_gradients(
-        nn.Conv2d(c, p, k, bias=False), losses, torch.randn(2, c, 6, 6), 2, paths={"weight": Path("outer", False)}
-    )
-    grad = found.reduced["weight"]
-    assert grad.weighs_left == (grad.instead.uses.left.shape[3] <= grad.instead.uses.right.shape[3])
-    seen = []
-    real = type(grad.instead)._weighted
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(grad.instead), "_weighted", lambda s, x, *rest: seen.append(x) or real(s, x, *rest))
-        grad.weighted_sum(torch.ones(2), torch.ones(2, dtype=torch.bool))
-    assert seen[0] is (grad.instead.uses.left if grad.weighs_left else grad.instead.uses.right)
+@pytest.mark.parametrize("weight", [1.0, 0.7129, 1.9999])
+def test_the_bound_covers_the_factor_that_takes_the_weights(c, p, k, weight):
+    """The gradient at the output does, whichever factor is smaller; alike entries are all cut the same way."""
+    model, x = nn.Conv2d(c, p, k, bias=False), torch.full((2, c, 6, 6), 1.0039)
+    for data in (x, torch.randn_like(x)):
+        found = engine_gradients(model, losses, data, 2, paths={"weight": Path("outer", False)})
+        keep = torch.tensor([True, False])
+        total = found.reduced["weight"].weighted_sum(torch.full((2,), weight), keep)
+        assert float(total.double().norm()) <= weight * float(found.norms([["weight"]])[0, 0])
+
+
+@pytest.mark.parametrize("part", [1, 3000])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_strips_of_a_few_images_at_a_time(name, part, monkeypatch):
+    model, x, _ = made(name)
+    whole = engine_gradients(model, losses, x, len(x), paths={"weight": Path("dense", False)})
+    monkeypatch.setattr(strips, "_PART", part)
+    monkeypatch.setitem(strips.ROWS, "tf32", 24)
+    weights, keep = torch.rand(len(x)), torch.arange(len(x)) != 1
+    for form in ("outer", "dense"):
+        found = engine_gradients(model, losses, x, len(x), paths={"weight": Path(form, False)})
+        sums = [g.reduced["weight"].weighted_sum(weights, keep) for g in (found, whole)]
+        torch.testing.assert_close(*sums, rtol=2e-3, atol=2e-3 * float(sums[1].abs().max()))
 
 
 def test_factors_of_derived_weights_are_cut_as_well():

@@ -14,27 +14,31 @@ from torch import Tensor
 
 
 @contextmanager
-def _float32_as(precision: str) -> Iterator[None]:
+def tensor_cores(allowed: bool = True) -> Iterator[None]:
+    """Products of float32 as TF32, or not."""
     backend: Any = torch.backends.cuda.matmul
-    before, backend.fp32_precision = backend.fp32_precision, precision
+    before, backend.fp32_precision = backend.fp32_precision, "tf32" if allowed else "ieee"
     try:
         yield
     finally:
         backend.fp32_precision = before
 
 
-def _multiply(left: Tensor, right: Tensor, precision: str, to: Tensor) -> None:
-    """leftᵀ @ right into `to`, or a few such products of limited length, added up."""
+def multiply(left: Tensor, right: Tensor, precision: str, to: Tensor, add: bool = False) -> None:
+    """leftᵀ @ right into `to`, or onto it: one product, or a few of limited length."""
     for i in range(0, max(len(left), 1), ROWS[precision]):
-        part = to if i == 0 else torch.empty_like(to)
-        first, second = left[i : i + ROWS[precision]].mT, right[i : i + ROWS[precision]]
+        first, second, more = left[i : i + ROWS[precision]].mT, right[i : i + ROWS[precision]], add or i > 0
         if precision == "bfloat16":
+            part = torch.empty_like(to) if more else to
             torch.mm(first, second, out_dtype=torch.float32, out=part)
-        else:
-            with _float32_as("tf32" if precision == "tf32" else "ieee"):
-                torch.mm(first, second, out=part)
-        if i:
-            to += part
+            if more:
+                to += part
+            continue
+        with tensor_cores(precision == "tf32"):
+            if more:
+                torch.addmm(to, first, second, out=to)
+            else:
+                torch.mm(first, second, out=to)
 
 
 # Examples × positions of one product: how its sum rounds grows with its length (docs/engine.md). A tensor core adds up
@@ -45,7 +49,7 @@ _SPARE = 2**13  # columns that are put aside at a time: those of a vocabulary wo
 
 @torch.library.custom_op("clipwise::matmul", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> Tensor")
 def _matmul(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
-    with _float32_as("tf32" if tf32 else "ieee"):
+    with tensor_cores(tf32):
         return torch.matmul(left, right)
 
 
@@ -122,7 +126,7 @@ def _weighted_product(
             move_rows(part, aside, dropped, back=False)
         first, second = (weighted, part) if weigh_left else (part, weighted)
         try:
-            _multiply(first, second, precision, to)
+            multiply(first, second, precision, to)
         finally:
             move_rows(part, aside, dropped, back=True)
     return out
@@ -151,6 +155,41 @@ def _(left: Tensor, x: Tensor, keep: Tensor, kernel: list[int], *others: Any) ->
     return left.new_empty(-(-len(left) // each), left.shape[2], *kernel, x.shape[3], dtype=torch.float32)
 
 
+_WINDOW = "int[2] kernel, int[2] stride, int[2] before, int[2] dilation, int[2] out"
+
+
+@torch.library.custom_op(
+    "clipwise::strip_gradients", mutates_args=(), schema=f"(Tensor left, Tensor x, {_WINDOW}) -> Tensor"
+)
+def _strip_gradients(left: Tensor, x: Tensor, *window: Any) -> Tensor:
+    from . import strips
+    from .contributions import Window
+
+    return strips.example_gradients(left, x, Window(*window))
+
+
+@_strip_gradients.register_fake
+def _(left: Tensor, x: Tensor, kernel: list[int], *others: Any) -> Tensor:
+    return left.new_empty(len(left), left.shape[2], *kernel, x.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "clipwise::strip_sum",
+    mutates_args=(),
+    schema=f"(Tensor left, Tensor x, Tensor weights, Tensor keep, {_WINDOW}) -> Tensor",
+)
+def _strip_sum(left: Tensor, x: Tensor, weights: Tensor, keep: Tensor, *window: Any) -> Tensor:
+    from . import strips
+    from .contributions import Window
+
+    return strips.weighted_sum(left, x, weights, keep, Window(*window))
+
+
+@_strip_sum.register_fake
+def _(left: Tensor, x: Tensor, weights: Tensor, keep: Tensor, kernel: list[int], *others: Any) -> Tensor:
+    return left.new_empty(left.shape[2], *kernel, x.shape[3], dtype=torch.float32)
+
+
 @torch.library.custom_op(
     "clipwise::norm_sums",
     mutates_args=(),
@@ -165,3 +204,39 @@ def _norm_sums(grad: Tensor, input: Tensor, mean: Tensor, scale: Tensor) -> Tens
 @_norm_sums.register_fake
 def _(grad: Tensor, input: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return grad.new_empty(2, grad.shape[0], grad.shape[2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "clipwise::weighted_rows", mutates_args=(), schema="(Tensor x, Tensor weights, Tensor keep) -> Tensor"
+)
+def _weighted_rows(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+    from .kernels_rows import weighted_rows as kernel
+
+    return kernel(x, weights, keep)
+
+
+@_weighted_rows.register_fake
+def _(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1])
+
+
+@torch.library.custom_op("clipwise::squares", mutates_args=(), schema="(Tensor x, int chunk) -> Tensor")
+def _squares(x: Tensor, chunk: int) -> Tensor:
+    from .kernels_rows import squares as kernel
+
+    return kernel(x, chunk)
+
+
+@_squares.register_fake
+def _(x: Tensor, chunk: int) -> Tensor:
+    return x.new_empty(len(x), dtype=torch.float64)
+
+
+@torch.library.custom_op("clipwise::cat", mutates_args=(), schema="(Tensor[] parts) -> Tensor")
+def _cat(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone()
+
+
+@_cat.register_fake
+def _(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1)

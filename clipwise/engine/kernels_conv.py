@@ -1,4 +1,4 @@
-"""The Triton kernel of patches.py. Imported on a GPU only, by cuda_ops.py."""
+"""The Triton kernels of patches.py and strips.py. Imported on a GPU only."""
 
 # mypy: ignore-errors
 
@@ -112,5 +112,100 @@ def patch_products(left, x, keep, kernel, stride, before, dilation, out, each: i
         "tf32" if x.dtype == torch.float32 else "ieee",
         num_warps=8 if rows * columns > 64 * 64 else 4,
         num_stages=3,
+    )
+    return made
+
+
+@triton.jit
+def _strips(
+    x,
+    weights,
+    keep,
+    out,
+    height,
+    width,
+    c,
+    remainders,
+    positions,
+    x_image,
+    x_row,
+    x_column,
+    out_image,
+    out_remainder,
+    out_strip,
+    PLACES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BEFORE_H: tl.constexpr,
+    BEFORE_W: tl.constexpr,
+    STEP: tl.constexpr,
+    GIVEN: tl.constexpr,
+    Q: tl.constexpr,
+    C: tl.constexpr,
+):
+    """One strip of one image."""
+    image = tl.program_id(0).to(tl.int64)
+    remainder, strip = tl.program_id(1) % remainders, tl.program_id(1) // remainders
+    row = strip * remainders + remainder - BEFORE_H
+    there = (row >= 0) & (row < height)
+    weight = 1.0
+    if GIVEN:
+        there &= tl.load(keep + image) != 0
+        weight = tl.load(weights + image)
+    x += image * x_image + row * x_row
+    out += image * out_image + remainder.to(tl.int64) * out_remainder + strip.to(tl.int64) * out_strip
+    for first in range(0, positions, Q):
+        q = first + tl.arange(0, Q)
+        for place in tl.static_range(PLACES):
+            column = q * STRIDE + (place * STEP - BEFORE_W)
+            seen = there & (q < positions) & (column >= 0) & (column < width)
+            for channel in range(0, c, C):
+                n = channel + tl.arange(0, C)
+                here = x + (column * x_column)[:, None] + n[None, :]
+                value = tl.load(here, seen[:, None] & (n < c)[None, :], other=0.0)
+                if GIVEN:
+                    value = tl.where(seen[:, None], value * weight, 0.0)
+                bits = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+                value = tl.where(value == value, bits, value)  # NaN stays NaN
+                to = out + ((q * PLACES + place) * c)[:, None] + n[None, :]
+                tl.store(to, value, (q < positions)[:, None] & (n < c)[None, :])
+
+
+def strips(x: Tensor, window, count: tuple[int, int], given, images_last: bool) -> Tensor:
+    """As strips.py says; `count` holds remainders and strips of each."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (images, height, width, c), (remainders, each) = x.shape, count
+    positions, places = window.out[1], window.kernel[1]
+    line = positions * places * c
+    if images_last:
+        made = torch.empty(remainders, each, images, positions, places * c, dtype=torch.float32, device=x.device)
+        strides = (line, each * images * line, images * line)
+    else:
+        made = torch.empty(images, remainders, each, positions, places * c, dtype=torch.float32, device=x.device)
+        strides = (remainders * each * line, each * line, line)
+    channels = min(512, max(16, triton.next_power_of_2(c)))
+    weights, keep = (x, x) if given is None else (given.weights, given.keep.view(torch.uint8))
+    _strips[(images, remainders * each)](
+        x,
+        weights,
+        keep,
+        made,
+        height,
+        width,
+        c,
+        remainders,
+        positions,
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        *strides,
+        places,
+        window.stride[1],
+        window.before[0],
+        window.before[1],
+        window.dilation[1],
+        given is not None,
+        max(1, min(triton.next_power_of_2(positions), 2048 // channels)),
+        channels,
+        num_warps=4,
     )
     return made

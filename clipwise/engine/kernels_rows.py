@@ -1,6 +1,7 @@
 """Triton kernels for weighted sums: a factor takes its weights, and rows of dropped examples are put aside.
 
-Imported on a GPU only, by cuda_ops.py.
+And for gradients that lie in rows, one for each example: their squares and their weighted sum. Imported on a GPU only,
+by cuda_ops.py.
 """
 
 # mypy: ignore-errors
@@ -124,3 +125,41 @@ def weigh(x: Tensor, weights: Tensor, dropped: Tensor, hidden: Tensor, spare: Te
         num_warps=4,
     )
     return out
+
+
+@triton.jit
+def _weighted_rows(x, weights, keep, out, examples, width, along, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in range(0, examples, ROWS):
+        row = k + tl.arange(0, ROWS)
+        kept = tl.load(keep + row, row < examples, other=0) != 0
+        weight = tl.load(weights + row, kept, other=0.0)
+        here = x + row.to(tl.int64)[:, None] * along + n[None, :]
+        total += tl.load(here, kept[:, None] & (n < width)[None, :], other=0.0) * weight[:, None]
+    tl.store(out + n, tl.sum(total, axis=0), n < width)
+
+
+def weighted_rows(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
+    """Σ_b weights_b·x_b of the kept rows [b, n], in float32; the others are not read."""
+    out = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+    _weighted_rows[(triton.cdiv(x.shape[1], 128),)](
+        x, weights, keep.view(torch.uint8), out, *x.shape, x.stride(0), 16, 128, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _squares(x, out, width, along, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    example, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = (part * CHUNKS + tl.arange(0, CHUNKS))[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    value = tl.load(x + example * along + n, n < width, other=0.0)
+    tl.store(out + example * tl.num_programs(1) + part, tl.sum(tl.sum(value * value, axis=1).to(tl.float64)))
+
+
+def squares(x: Tensor, chunk: int) -> Tensor:
+    """Σ x² of rows [b, n]: chunks in float32, their total in float64."""
+    parts = triton.cdiv(x.shape[1], 32 * chunk)
+    out = torch.empty(len(x), parts, dtype=torch.float64, device=x.device)
+    _squares[(len(x), parts)](x, out, x.shape[1], x.stride(0), chunk, 32, num_warps=4)
+    return out.sum(1)

@@ -6,15 +6,14 @@ With x_s the input at position s, and a patch r_t = (x_{s(t, k)} for all places 
 
 so that the Gram matrix of the patches is a sum of shifted pieces of the input's own, with kernel-size times less work.
 The weighted sum is a weight gradient as in ordinary training, by one kernel that also makes one gradient per example.
-That kernel is fast with bfloat16. It is slow with TF32, whose tensor cores want the factors turned, so there sums and
-gradients are made from patches.
+That kernel is fast with bfloat16. It is slow with TF32, whose tensor cores want the factors turned: there strips.py
+makes sums and gradients.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,27 +21,19 @@ from torch import Tensor
 
 from .contributions import Window
 from .gram import gram_of, inner_products
-from .products import ROWS, Precision, select
+from .products import ROWS, Precision, cut, select
 
 _PROGRAMS = 264  # two for each of an H200's processors
 
 
-def example_gradients(left: Tensor, x: Tensor, window: Window, copies: int) -> Tensor:
+def example_gradients(left: Tensor, x: Tensor, window: Window, copies: int, precision: Precision) -> Tensor:
     """[b, p, *kernel, c] in float32, of left [b·k, t, p] and x [b·k, *in, c]."""
+    if precision == "tf32":
+        made: Tensor = torch.ops.clipwise.strip_gradients(left, x, *window)
+        return made if copies == 1 else made.unflatten(0, (-1, copies)).sum(1)
     every = torch.ones(len(x), dtype=torch.bool, device=x.device)
     found: Tensor = torch.ops.clipwise.patch_products(left, x, every, *window, copies, False)
     return found
-
-
-class Weighted(Protocol):
-    """What a weighted sum needs."""
-
-    @property
-    def weighs_left(self) -> bool:
-        """Which factor takes the weights."""
-
-    def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
-        """Σ_i weights_i·g_i over the examples with keep_i."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +45,15 @@ class PatchGrad:
     window: Window
     shape: tuple[int, ...]  # of the parameter: [p, c, *kernel], or any reshape of it
     precision: Precision
-    instead: Weighted | None = None  # takes the sum, for factors that the kernel is slow with
 
     def squared_norms(self) -> Tensor:
         """From the Gram matrices of outputs and of patches, as a bound (gram.py)."""
-        own = inner_products(self.left, torch.float32, self.precision)
-        seen = self._seen(inner_products(self.input.flatten(1, 2), torch.float32, self.precision))
+        left, x = self.left, self.input.flatten(1, 2)
+        left, x = (cut(left), cut(x)) if self.precision == "tf32" else (left, x)
+        own, seen = (inner_products(v, torch.float32, self.precision) for v in (left, x))
         sides = (self.left.shape[2], self.input.shape[3] * self.window.kernel[0] * self.window.kernel[1])
-        found = gram_of((own[:, None], seen[:, None]), sides, torch.float32, self.precision, self.weighs_left)
-        return found.bound()
-
-    @property
-    def weighs_left(self) -> bool:
-        """Which factor takes the weights."""
-        return self.instead is None or self.instead.weighs_left
+        both = (own[:, None], self._seen(seen)[:, None])
+        return gram_of(both, sides, torch.float32, self.precision, weigh_left=True).bound()
 
     def _seen(self, products: Tensor) -> Tensor:
         """[b, in, in] of the input to [b, t, t] of its patches."""
@@ -93,8 +79,9 @@ class PatchGrad:
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the gradient at the output; dropped examples are not read."""
-        if self.instead is not None:
-            return self.instead.weighted_sum(weights, keep)
+        if self.precision == "tf32":
+            total: Tensor = torch.ops.clipwise.strip_sum(self.left, self.input, weights.float(), keep, *self.window)
+            return total.movedim(-1, 1).reshape(self.shape)
         left = select(self.left.float() * weights.to(torch.float32)[:, None, None], keep, own=True)
         left = left.to(self.left.dtype)
         each = -(-len(left) // self._groups())

@@ -34,6 +34,7 @@ from .contributions import (
 from .gram import Gram, gram, gram_bounds, is_fused
 from .patches import PatchGrad, example_gradients
 from .products import MOVED, ROWS, Precision, aligned, cut, precision_of, product, select, weighted_product
+from .static import is_static
 
 _CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
 _SMALL = 2**13  # t·(p + d) of one example up to which float64 is cheap
@@ -71,6 +72,9 @@ def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
     wide = x.to(sum_dtype(x.dtype)).flatten(keep_dims) if x.dim() > keep_dims else x.to(sum_dtype(x.dtype))[..., None]
     info = torch.finfo(wide.dtype)
     length = wide.shape[-1]
+    if wide.device.type == "cuda" and wide.dtype == torch.float32 and wide.dim() == 2 and length > _FEW:
+        total: Tensor = torch.ops.clipwise.squares(wide if wide.stride(1) == 1 else wide.contiguous(), _CHUNK)
+        return total * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
     whole = length - length % _CHUNK
     parts = []
     if whole:
@@ -105,10 +109,13 @@ class DenseGrad:
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """One matrix-vector product."""
         grad, order = self._in_memory_order()
-        flat = select(grad.reshape(len(grad), -1), keep, own=True)
-        kept = torch.where(keep, weights, 0.0).to(flat.dtype)
-        total = product(kept[None], flat, flat.dtype)[0].reshape(grad.shape[1:])
-        return total.permute([order.index(axis) for axis in range(1, grad.dim())])
+        flat = grad.reshape(len(grad), -1)
+        if flat.device.type == "cuda" and flat.dtype == torch.float32:
+            total: Tensor = torch.ops.clipwise.weighted_rows(flat.contiguous(), weights.float(), keep)
+        else:
+            kept = torch.where(keep, weights, 0.0).to(flat.dtype)
+            total = product(kept[None], select(flat, keep, own=True), flat.dtype)[0]
+        return total.reshape(grad.shape[1:]).permute([order.index(axis) for axis in range(1, grad.dim())])
 
 
 def is_small(grad: Reduced | None) -> bool:
@@ -128,7 +135,10 @@ def small(grads: Sequence[Reduced | None]) -> list[list[DenseGrad]]:
 
 def join(grads: Sequence[DenseGrad]) -> DenseGrad:
     """Side by side, each flat."""
-    return DenseGrad(torch.cat([grad.grad.reshape(len(grad.grad), grad.grad[0].numel()) for grad in grads], dim=1))
+    flat = [grad.grad.reshape(len(grad.grad), grad.grad[0].numel()) for grad in grads]
+    if flat[0].device.type == "cuda":  # one kernel, where a compiler makes one for each
+        return DenseGrad(torch.ops.clipwise.cat(flat))
+    return DenseGrad(torch.cat(flat, dim=1))
 
 
 @dataclass(frozen=True)
@@ -213,7 +223,8 @@ class RowsGrad:
         rows = self.uses.rows
         table = rows.new_zeros(self.shape) if onto is None else onto
         rows = _scaled(rows.to(table.dtype), weights, keep)
-        return table.index_add_(0, self.uses.index.flatten(), rows.flatten(0, 1))
+        add = table.index_add if is_static() else table.index_add_  # a compiler writes a part of a tensor twice
+        return add(0, self.uses.index.flatten(), rows.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -250,10 +261,13 @@ def squared_norms(grads: Sequence[Reduced]) -> list[Tensor]:
             kinds.setdefault((outer.uses.left.device, len(outer.uses.left)), []).append((i, outer))
     found: dict[int, Tensor] = {}
     for same in kinds.values():
-        same.sort(key=lambda pair: (pair[1].uses.left.shape, pair[1].uses.right.shape))  # like ones are neighbours
-        zero = same[0][1].uses.left.new_zeros(len(same[0][1].uses.left), dtype=torch.float64)
-        more = [grad.more() if isinstance(grad := grads[i], TiedGrad) else (zero,) * 3 for i, _ in same]
-        stacked = torch.stack([torch.stack(parts) for parts in more])
+        tied = {i: grad.more() for i, _ in same if isinstance(grad := grads[i], TiedGrad)}
+        same.sort(
+            key=lambda pair: (pair[0] in tied, pair[1].uses.left.shape, pair[1].uses.right.shape)
+        )  # like together
+        first = same[0][1].uses.left
+        zeros = first.new_zeros(len(same) - len(tied), 3, len(first), dtype=torch.float64)
+        stacked = torch.cat([zeros, *(torch.stack(tied[i])[None] for i, _ in same if i in tied)])
         rows = gram_bounds([outer.uses for _, outer in same], [outer.precision for _, outer in same], stacked)
         found.update(zip((i for i, _ in same), rows.unbind(0), strict=True))
     return [found[i] if i in found else grad.squared_norms() for i, grad in enumerate(grads)]
@@ -299,13 +313,10 @@ def _in_place(use: Unfolded, window: Window, shape: tuple[int, ...], name: str, 
     if name not in paths:
         paths[name] = choose_patch_path(use, precision)
     if paths[name].form == "outer" and copies == 1:
-        instead = None if precision == "bfloat16" else _outer([use], shape, paths[name])
-        return PatchGrad(use.left[:, 0], use.input, window, shape, precision, instead)
-    if precision != "bfloat16":
-        return DenseGrad(materialise(use, shape))
+        return PatchGrad(use.left[:, 0], use.input, window, shape, precision)
     assert use.arrange is not None
     left = use.left[:, 0].reshape(len(use.input), -1, use.left.shape[3])
-    made = example_gradients(left, use.input, window, copies)
+    made = example_gradients(left, use.input, window, copies, precision)
     return DenseGrad(use.arrange(made.flatten(2)).reshape(-1, *shape))
 
 
@@ -318,9 +329,9 @@ def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:
 def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, paths: Paths) -> Reduced:
     """One `Reduced` for all uses of one parameter: uses are summed BEFORE the norm is taken."""
     shape = tuple(shape)
-    uses = [as_multiplied(u) for u in uses]
     if len(uses) == 1 and isinstance(uses[0], Unfolded) and uses[0].window is not None:
         return _in_place(uses[0], uses[0].window, shape, name, paths)
+    uses = [as_multiplied(u) for u in uses]
     products = [u for u in uses if isinstance(u, (Outer, Unfolded))]
     rows = [u for u in uses if isinstance(u, Rows)]
     sides = [_sides(u) for u in products]

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from clipwise.engine.contributions import Window
 from clipwise.engine.kernels_conv import patch_products
+from clipwise.engine.kernels_conv import strips as kernel
+from clipwise.engine.strips import Given, count, strips
 
 CASES = {  # images, height, width, channels, outputs; kernel, stride, padding, dilation
     "3×3": ((5, 8, 8, 16, 24), ((3, 3), (1, 1), (1, 1), (1, 1))),
@@ -53,3 +55,19 @@ def test_sums_of_groups_without_dropped_images(each):
         truth.split(each), keep.double().split(each), strict=True
     )])  # fmt: skip
     assert close(found, truth)
+
+
+@pytest.mark.parametrize("images_last", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_strips(name, given, images_last):
+    _, x, window, _ = made(name)
+    x[0, 1, 2, 3] = float("nan")
+    keep = torch.arange(len(x)) != 1
+    more = Given(torch.rand(len(x)), keep) if given else None
+    if given:
+        x[1] = float("inf")
+    found, truth = kernel(x, window, count(window), more, images_last), strips(x, window, more, images_last)
+    assert found.shape == truth.shape
+    assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0))
+    assert int(found.isnan().sum()) > 0

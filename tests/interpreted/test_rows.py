@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clipwise.engine import cuda_ops
-from clipwise.engine.kernels_rows import move_rows, weigh
+from clipwise.engine.kernels_rows import move_rows, squares, weigh, weighted_rows
 from clipwise.engine.products import cut, weighted_product
 
 DROPPED = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
@@ -58,3 +58,13 @@ def test_weighted_products_in_parts(monkeypatch, sides, weigh_left):
     assert torch.allclose(found.double(), truth, atol=1e-5)
     assert torch.equal(left.nan_to_num(9.0), before[0].nan_to_num(9.0))
     assert torch.equal(right, before[1])
+
+
+@pytest.mark.parametrize("width", [1, 130, 9000])
+def test_gradients_in_rows(width):
+    x, weights, keep = torch.randn(37, width), torch.rand(37), torch.arange(37) % 5 != 3
+    assert torch.allclose(squares(x, 128), x.double().square().sum(1), rtol=1e-5)
+    truth = (weights * keep).double() @ x.double()
+    x[~keep] = float("nan")
+    assert torch.allclose(weighted_rows(x, weights, keep).double(), truth, atol=1e-5)
+    assert squares(x, 128).isnan().equal(~keep)
