@@ -274,7 +274,7 @@ def squared_norms(grads: Sequence[Reduced]) -> list[Tensor]:
 
 
 _ENTRY = {"bfloat16": 840, "tf32": 410}  # operations of the Gram kernel in the time that one entry goes to memory
-_CACHED = 2**16  # entries of a gradient up to which the GPU's cache takes those of a batch, in half the time
+_CACHED = 2**16  # entries of a gradient up to which the GPU's cache takes those of a batch
 
 
 def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
@@ -287,7 +287,7 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
     cores compute far faster than memory takes entries, and their kernel does half of the symmetric products.
     """
     if precision != "exact":
-        entry = _ENTRY[precision] / (2 if p * d <= _CACHED else 1)
+        entry = _ENTRY[precision] / (9 if p * d <= _CACHED else 1)  # and the Gram form starts more kernels
         dense = p * d * entry < t * (t + 128) * (p + d)
         return Path("dense" if t > 1 and dense else "outer", False, t == 1)
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
