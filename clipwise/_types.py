@@ -54,4 +54,4 @@ def largest_batch(expected: float) -> float:
 
 
 ROUNDINGS = 4  # how far, in units of u, one more example moves what another one contributes, by rounding alone
-CHAIN = 2**12  # and, on a GPU, the whole sum: tensor cores cut off some of it in each addition, of up to 2¹⁰ in a row
+CHAIN = 2**15  # and, on a GPU, the whole sum: tensor cores cut off some of it in each addition

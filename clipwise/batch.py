@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import is_dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .errors import BatchShape
 
+_PLAIN = frozenset({int, float, bool, str, type(None), slice, type(Ellipsis), torch.dtype, torch.device})  # no tensors
+
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same tree with every tensor changed. Knows dicts, mappings, lists, tuples, named tuples, data classes.
@@ -22,6 +24,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(tree, Tensor):
         return change(tree)
+    if type(tree) in _PLAIN:
+        return tree
     if isinstance(tree, Mapping):
         changed = {key: map_tensors(item, change) for key, item in tree.items()}
         return changed if type(tree) is dict else _rebuilt(tree, changed)
@@ -44,19 +48,27 @@ def _rebuilt(tree: Mapping[str, Any], items: dict[str, Any]) -> Any:
         return items
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """All tensors of a batch."""
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors(item)
+        found.append(tree)
+    elif type(tree) in _PLAIN:
+        return
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors(item)
+            _collect(item, found)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            _collect(item, found)
     elif is_dataclass(tree) and not isinstance(tree, type):
         for name in tree.__dataclass_fields__:
-            yield from tensors(getattr(tree, name))
+            _collect(getattr(tree, name), found)
 
 
 def batch_size(data: Any) -> int:

@@ -221,6 +221,42 @@ def test_clipped_sums_against_float64(precision):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_clipping_per_layer(precision, compiled):
+    """Weights of a layer are a column of all weights. A linear layer, a convolution of each form, norms and biases."""
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(16, 24, 3, padding=1), nn.Conv2d(24, 32, 3, stride=2)
+    model = nn.Sequential(first, nn.GroupNorm(4, 24), second, nn.Flatten(2), nn.Linear(9, 7))
+    model = model.cuda().to(dtype_of(precision))
+    x = torch.randn(6, 16, 8, 8) * torch.logspace(-2, 2, 6).reshape(-1, 1, 1, 1)
+    x = x.cuda().to(dtype_of(precision))
+    rule = cw.PerLayer(cw.Abadi())
+    groups = rule.groups(list(trainable(model)))
+    paths = {"2.weight": Path("outer", False), "0.weight": Path("dense", False)}
+
+    def losses(m, batch):
+        return m(batch).float().square().flatten(1).sum(1)
+
+    def step(data, mask, scale):
+        return clip(engine_gradients(model, losses, data, len(mask), paths=dict(paths)), rule, scale, groups, mask)
+
+    run, mask = Compiled(model, step) if compiled else step, torch.ones(6, dtype=torch.bool)
+    sums, _ = run(x, mask, 1.0)
+    sums = {name: value.double() for name, value in sums.items()}
+    for i in range(6):  # no layer of one record alone gets more than its share
+        alone, _ = run(x, torch.arange(6) == i, 1.0)
+        for group in groups:
+            norm = torch.cat([alone[name].double().flatten() for name in group]).norm()
+            assert norm <= (1 + 1e-3) * rule.sensitivity(1.0, len(groups)) / len(groups) ** 0.5
+    truth = cw.clipped_sum(model.double(), losses_of_double, x.double(), rule, 1.0)
+    for name, value in truth.grads.items():
+        assert (sums[name] - value).norm() <= 0.05 * 6 * truth.sensitivity / len(groups) ** 0.5, name
+
+
+def losses_of_double(m, batch):
+    return m(batch).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_no_contribution_is_larger_than_the_sensitivity(precision, compiled):
     """Positions that cancel, constant rows whose roundings all go one way, ordinary ones; each alone in its batch."""
     torch.manual_seed(0)
@@ -411,7 +447,6 @@ def test_convolutions_whose_patches_are_never_made(name, form, precision):
 def test_one_more_record_moves_a_convolutions_sum_within_the_room_for_it():
     """As above, by strips.py."""
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
     for b, c, p, side in ((256, 128, 128, 16), (256, 64, 64, 32), (300, 256, 256, 8)):
         window = Window((3, 3), (1, 1), (1, 1), (1, 1), (side, side))
         x, grads = torch.rand(1, side, side, c, device="cuda") + 0.5, torch.rand(1, side * side, p, device="cuda") + 0.5
@@ -423,7 +458,6 @@ def test_one_more_record_moves_a_convolutions_sum_within_the_room_for_it():
         others = torch.ops.clipwise.strip_sum(*both, weights, keep, *window).double()
         moved = (whole - others - own).norm() / own.norm()
         assert moved <= 2**-24 * (ROUNDINGS * b + CHAIN), float(moved) * 2**24
-    torch.set_float32_matmul_precision("highest")
 
 
 def test_copies_of_an_example_are_one_example_in_a_convolution(precision):

@@ -1,24 +1,12 @@
-"""The GPU kernels in Triton's interpreter, in a process of their own: no GPU is needed to see that they add up."""
+"""The GPU kernels in Triton's interpreter: no GPU is needed to see that they add up."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parent.parent
-TRITON = ROOT / ".kernels"
+from kernels import interpret, needs_triton
 
 
-@pytest.mark.skipif(not (TRITON / "triton").is_dir(), reason="needs Triton in .kernels (make kernels)")
+@needs_triton
 @pytest.mark.parametrize("part", ["gram", "conv", "chacha", "rows", "ops"])
 def test_kernels(part):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
-    done = subprocess.run(
-        [*command, f"tests/interpreted/test_{part}.py"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpret(part)

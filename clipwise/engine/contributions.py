@@ -98,7 +98,7 @@ _PART = (2**22, 2**26)  # entries of the patches that are made at a time: on a C
 
 
 def as_multiplied(use: Contribution) -> Contribution:
-    """TF32 factors are cut once, here: no kernel that one batch or another picks can then cut them otherwise."""
+    """TF32 factors are cut once, here (convolutions in place: patches.py): no kernel can then cut them otherwise."""
     if isinstance(use, Unfolded) and precision_of(use.left, use.input) == "tf32":
         return replace(use, left=cut(use.left), input=cut(use.input))
     if isinstance(use, Outer) and not use.cut and precision_of(use.left, use.right) == "tf32":

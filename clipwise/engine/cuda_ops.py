@@ -5,12 +5,25 @@ Kernels are imported when they first run: Triton is there on a GPU only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def _there(run: Callable[..., Any]) -> Callable[..., Any]:
+    """On the device of the first tensor, whichever is the current one: kernels are started on that."""
+
+    @functools.wraps(run)
+    def wrapped(first: Any, *others: Any) -> Any:
+        device = (first[0] if isinstance(first, list) else first).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return run(first, *others)
+
+    return wrapped
 
 
 @contextmanager
@@ -48,6 +61,7 @@ _SPARE = 2**13  # columns that are put aside at a time: those of a vocabulary wo
 
 
 @torch.library.custom_op("clipwise::matmul", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> Tensor")
+@_there
 def _matmul(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
     with tensor_cores(tf32):
         return torch.matmul(left, right)
@@ -59,6 +73,7 @@ def _(left: Tensor, right: Tensor, tf32: bool) -> Tensor:
 
 
 @torch.library.custom_op("clipwise::column_sums", mutates_args=(), schema="(Tensor x) -> Tensor")
+@_there
 def _column_sums(x: Tensor) -> Tensor:
     from .kernels_cuda import column_sums as kernel
 
@@ -73,6 +88,7 @@ def _(x: Tensor) -> Tensor:
 @torch.library.custom_op(
     "clipwise::gram", mutates_args=(), schema="(Tensor left, Tensor right, bool tf32) -> (Tensor, Tensor)"
 )
+@_there
 def _gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
     from .kernels_cuda import gram as kernel
 
@@ -90,6 +106,7 @@ def _(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     schema="(Tensor[] lefts, Tensor[] rights, Tensor more, bool[] tf32, float[] errors) -> Tensor",
 )
+@_there
 def _gram_bounds(
     lefts: list[Tensor], rights: list[Tensor], more: Tensor, tf32: list[bool], errors: list[float]
 ) -> Tensor:
@@ -108,6 +125,7 @@ def _(lefts: list[Tensor], *others: object) -> Tensor:
     mutates_args=(),
     schema="(Tensor left, Tensor right, Tensor weights, Tensor dropped, bool weigh_left, str precision) -> Tensor",
 )
+@_there
 def _weighted_product(
     left: Tensor, right: Tensor, weights: Tensor, dropped: Tensor, weigh_left: bool, precision: str
 ) -> Tensor:
@@ -143,6 +161,7 @@ def _(left: Tensor, right: Tensor, *others: Any) -> Tensor:
     schema="(Tensor left, Tensor x, Tensor keep, int[2] kernel, int[2] stride, int[2] before, int[2] dilation,"
     " int[2] out, int each, bool hide) -> Tensor",
 )
+@_there
 def _patch_products(left: Tensor, x: Tensor, keep: Tensor, *window: Any) -> Tensor:
     from .kernels_conv import patch_products as kernel
 
@@ -161,6 +180,7 @@ _WINDOW = "int[2] kernel, int[2] stride, int[2] before, int[2] dilation, int[2] 
 @torch.library.custom_op(
     "clipwise::strip_gradients", mutates_args=(), schema=f"(Tensor left, Tensor x, {_WINDOW}) -> Tensor"
 )
+@_there
 def _strip_gradients(left: Tensor, x: Tensor, *window: Any) -> Tensor:
     from . import strips
     from .contributions import Window
@@ -178,6 +198,7 @@ def _(left: Tensor, x: Tensor, kernel: list[int], *others: Any) -> Tensor:
     mutates_args=(),
     schema=f"(Tensor left, Tensor x, Tensor weights, Tensor keep, {_WINDOW}) -> Tensor",
 )
+@_there
 def _strip_sum(left: Tensor, x: Tensor, weights: Tensor, keep: Tensor, *window: Any) -> Tensor:
     from . import strips
     from .contributions import Window
@@ -195,6 +216,7 @@ def _(left: Tensor, x: Tensor, weights: Tensor, keep: Tensor, kernel: list[int],
     mutates_args=(),
     schema="(Tensor grad, Tensor input, Tensor mean, Tensor scale) -> Tensor",
 )
+@_there
 def _norm_sums(grad: Tensor, input: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     from .kernels_cuda import norm_sums as kernel
 
@@ -209,6 +231,7 @@ def _(grad: Tensor, input: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 @torch.library.custom_op(
     "clipwise::weighted_rows", mutates_args=(), schema="(Tensor x, Tensor weights, Tensor keep) -> Tensor"
 )
+@_there
 def _weighted_rows(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
     from .kernels_rows import weighted_rows as kernel
 
@@ -221,6 +244,7 @@ def _(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("clipwise::squares", mutates_args=(), schema="(Tensor x, int chunk) -> Tensor")
+@_there
 def _squares(x: Tensor, chunk: int) -> Tensor:
     from .kernels_rows import squares as kernel
 
@@ -233,8 +257,9 @@ def _(x: Tensor, chunk: int) -> Tensor:
 
 
 @torch.library.custom_op("clipwise::cat", mutates_args=(), schema="(Tensor[] parts) -> Tensor")
+@_there
 def _cat(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone()
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 @_cat.register_fake

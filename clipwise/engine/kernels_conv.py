@@ -85,7 +85,7 @@ def patch_products(left, x, keep, kernel, stride, before, dilation, out, each: i
     _patch_products[(groups * tiles,)](
         left,
         x,
-        keep.view(torch.uint8),
+        keep.contiguous().view(torch.uint8),
         made,
         images,
         each,
@@ -183,7 +183,7 @@ def strips(x: Tensor, window, count: tuple[int, int], given, images_last: bool) 
         made = torch.empty(images, remainders, each, positions, places * c, dtype=torch.float32, device=x.device)
         strides = (remainders * each * line, each * line, line)
     channels = min(512, max(16, triton.next_power_of_2(c)))
-    weights, keep = (x, x) if given is None else (given.weights, given.keep.view(torch.uint8))
+    weights, keep = (x, x) if given is None else (given.weights.contiguous(), given.keep.contiguous().view(torch.uint8))
     _strips[(images, remainders * each)](
         x,
         weights,

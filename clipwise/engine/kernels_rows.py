@@ -16,6 +16,16 @@ from torch import Tensor
 _AT_ONCE = 8  # rows of one program
 
 
+def _bytes(mask: Tensor) -> Tensor:
+    """One after the other, as kernels read them: a column of a matrix is not."""
+    return mask.contiguous().view(torch.uint8)
+
+
+def _check_rows(x: Tensor) -> None:
+    assert x.stride(1) == 1
+    assert x.stride(0) >= x.shape[1]
+
+
 @triton.jit
 def _put(x, spare, first, rows, width, along, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Some rows of x to `spare`, and zeros in their place; or back."""
@@ -47,11 +57,10 @@ def _move_rows(
 
 def move_rows(x: Tensor, spare: Tensor, dropped: Tensor, back: bool) -> None:
     """Rows [b·t, n] of dropped examples [b] are hidden in `spare`, or put back."""
-    assert x.stride(1) == 1
-    assert x.stride(0) >= x.shape[1]
+    _check_rows(x)
     examples, positions = len(dropped), len(x) // max(len(dropped), 1)
     _move_rows[(examples, triton.cdiv(positions, _AT_ONCE))](
-        x, spare, dropped.view(torch.uint8), positions, x.shape[1], x.stride(0), back, _AT_ONCE, 256, num_warps=4
+        x, spare, _bytes(dropped), positions, x.shape[1], x.stride(0), back, _AT_ONCE, 256, num_warps=4
     )
 
 
@@ -104,13 +113,14 @@ def weigh(x: Tensor, weights: Tensor, dropped: Tensor, hidden: Tensor, spare: Te
 
     Their rows of `hidden` are put aside, as by move_rows.
     """
-    assert x.stride(1) == hidden.stride(1) == 1
+    _check_rows(x)
+    _check_rows(hidden)
     examples, positions = len(dropped), len(x) // max(len(dropped), 1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _weigh[(examples, triton.cdiv(positions, _AT_ONCE))](
         x,
-        weights,
-        dropped.view(torch.uint8),
+        weights.contiguous(),
+        _bytes(dropped),
         out,
         hidden,
         spare,
@@ -144,22 +154,22 @@ def weighted_rows(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
     """Σ_b weights_b·x_b of the kept rows [b, n], in float32; the others are not read."""
     out = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
     _weighted_rows[(triton.cdiv(x.shape[1], 128),)](
-        x, weights, keep.view(torch.uint8), out, *x.shape, x.stride(0), 16, 128, num_warps=4
+        x, weights.contiguous(), _bytes(keep), out, *x.shape, x.stride(0), 16, 128, num_warps=4
     )
     return out
 
 
 @triton.jit
-def _squares(x, out, width, along, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    example, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _squares(x, out, width, along, parts, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    example, part = (tl.program_id(0) // parts).to(tl.int64), (tl.program_id(0) % parts).to(tl.int64)
     n = (part * CHUNKS + tl.arange(0, CHUNKS))[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     value = tl.load(x + example * along + n, n < width, other=0.0)
-    tl.store(out + example * tl.num_programs(1) + part, tl.sum(tl.sum(value * value, axis=1).to(tl.float64)))
+    tl.store(out + tl.program_id(0), tl.sum(tl.sum(value * value, axis=1).to(tl.float64)))
 
 
 def squares(x: Tensor, chunk: int) -> Tensor:
     """Σ x² of rows [b, n]: chunks in float32, their total in float64."""
     parts = triton.cdiv(x.shape[1], 32 * chunk)
     out = torch.empty(len(x), parts, dtype=torch.float64, device=x.device)
-    _squares[(len(x), parts)](x, out, x.shape[1], x.stride(0), chunk, 32, num_warps=4)
+    _squares[(len(x) * parts,)](x, out, x.shape[1], x.stride(0), parts, chunk, 32, num_warps=4)
     return out.sum(1)

@@ -75,7 +75,8 @@ class PatchGrad:
         """Sums that are made one beside the other: enough to keep a GPU busy, and none too long."""
         size, positions, p = self.left.shape
         tiles = -(-p // 128) * -(-self.input.shape[3] // 128) * self.window.kernel[0] * self.window.kernel[1]
-        return min(size, max(-(-size * positions // ROWS[self.precision]), _PROGRAMS // tiles))
+        fewest = -(-size // max(1, ROWS[self.precision] // positions))
+        return min(size, max(fewest, _PROGRAMS // tiles))
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Weights on the gradient at the output; dropped examples are not read."""

@@ -111,7 +111,10 @@ def weighted_product(
     """
     if precision == "exact":
         left, right = left.float(), right.float()
-    left, right = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (left, right))
+    left, right = (
+        x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.clone(memory_format=torch.contiguous_format)
+        for x in (left, right)
+    )  # `contiguous` leaves an axis of one entry as it is
     found: Tensor = torch.ops.clipwise.weighted_product(left, right, weights.float(), ~keep, weigh_left, precision)
     return found
 

@@ -75,7 +75,7 @@ class Tape(TorchFunctionMode):
         self._seen.mark(data)
 
     def _trained(self, x: Any) -> Trained | None:
-        if isinstance(x, nn.Parameter):
+        if type(x) is not Tensor and isinstance(x, nn.Parameter):
             return self._source(x) if x.requires_grad else None
         found = self._derived.get(id(x))
         return found if found is not None and found.value is x else None
@@ -107,8 +107,8 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """See one op."""
         kwargs = kwargs or {}
-        given = list(tensors((args, kwargs)))
-        data = any(self._seen.is_data(x) for x in given)
+        given = tensors((args, kwargs))
+        data = any(map(self._seen.is_data, given))
         trained = [t for t in map(self._trained, given) if t is not None]
         name = op_name(func)
         if data:

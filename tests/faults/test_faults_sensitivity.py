@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import interpret, needs_triton
 from small_runs import RULES, X, Y, losses, network, run, summed, weights
 from torch import nn
 
@@ -295,3 +296,9 @@ def test_02_copies_of_one_record_at_the_clip_norm():
         copies = (record.expand(31, -1), Y[:31])
         data = moved(copy.deepcopy(model), lambda m, b: m(b[0])[:, 0], copies, (record, Y[:1]), rule)
         assert data <= 1
+
+
+@needs_triton
+def test_05_weights_of_one_layer_reach_their_own_records_on_a_gpu():
+    """They are a column of all weights, and kernels read them one after the other."""
+    interpret("rows", "-k", "weights")

@@ -64,7 +64,7 @@ def test_strips(name, given, images_last):
     _, x, window, _ = made(name)
     x[0, 1, 2, 3] = float("nan")
     keep = torch.arange(len(x)) != 1
-    more = Given(torch.rand(len(x)), keep) if given else None
+    more = Given(torch.rand(len(x), 3)[:, 1], torch.stack([~keep, keep], 1)[:, 1]) if given else None
     if given:
         x[1] = float("inf")
     found, truth = kernel(x, window, count(window), more, images_last), strips(x, window, more, images_last)

@@ -10,6 +10,13 @@ from clipwise.engine.kernels_rows import move_rows, squares, weigh, weighted_row
 from clipwise.engine.products import cut, weighted_product
 
 DROPPED = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
+
+
+def apart(x):
+    """The same numbers as a column of a matrix: what per-layer clipping gives."""
+    return torch.stack([~x if x.dtype == torch.bool else x + 5, x], dim=1)[:, 1]
+
+
 ROWS = DROPPED.repeat_interleave(10)
 
 
@@ -31,14 +38,14 @@ def test_a_factor_takes_its_weights(cuts, wide):
     x, hidden = torch.randn(60, 300 + wide)[:, :300], torch.randn(60, 40 + wide)[:, :40]
     x[ROWS], hidden[ROWS], x[33, 7] = float("nan"), float("inf"), float("nan")  # row 33 is kept: its NaN is seen
     before, spare, weights = hidden.clone(), torch.empty(60, 40), torch.rand(6)
-    found = weigh(x, weights, DROPPED, hidden, spare, cuts)
+    found = weigh(x, apart(weights), apart(DROPPED), hidden, spare, cuts)
     truth = x * weights.repeat_interleave(10)[:, None]
     truth[ROWS] = 0
     assert torch.equal(found.nan_to_num(7.0), (cut(truth) if cuts else truth).nan_to_num(7.0))
     assert int(found.isnan().sum()) == 1
     assert not hidden[ROWS].any()
     assert torch.equal(hidden[~ROWS], before[~ROWS])
-    move_rows(hidden, spare, DROPPED, back=True)
+    move_rows(hidden, spare, apart(DROPPED), back=True)
     assert torch.equal(hidden, before)
 
 
@@ -54,7 +61,7 @@ def test_weighted_products_in_parts(monkeypatch, sides, weigh_left):
     truth = (left * rows).double().mT @ right.double()
     left[ROWS], right[ROWS] = float("nan"), float("inf")
     before = left.clone(), right.clone()
-    found = weighted_product(left, right, weights, keep, weigh_left, "exact")
+    found = weighted_product(left, right, apart(weights), apart(keep), weigh_left, "exact")
     assert torch.allclose(found.double(), truth, atol=1e-5)
     assert torch.equal(left.nan_to_num(9.0), before[0].nan_to_num(9.0))
     assert torch.equal(right, before[1])
@@ -66,5 +73,18 @@ def test_gradients_in_rows(width):
     assert torch.allclose(squares(x, 128), x.double().square().sum(1), rtol=1e-5)
     truth = (weights * keep).double() @ x.double()
     x[~keep] = float("nan")
-    assert torch.allclose(weighted_rows(x, weights, keep).double(), truth, atol=1e-5)
+    assert torch.allclose(weighted_rows(x, apart(weights), apart(keep)).double(), truth, atol=1e-5)
     assert squares(x, 128).isnan().equal(~keep)
+
+
+@pytest.mark.parametrize("weigh_left", [False, True])
+def test_factors_of_one_column_or_one_row(weigh_left):
+    """Strides of an axis of one entry may be anything."""
+    weights, keep = torch.rand(6), ~DROPPED
+    column, wide = torch.randn(1, 60).T, torch.randn(60, 5)
+    truth = (column * (weights * keep).repeat_interleave(10)[:, None]).mT @ wide
+    for left, right, expected in ((column, wide, truth), (wide, column, truth.mT)):
+        assert torch.allclose(weighted_product(left, right, weights, keep, weigh_left, "exact"), expected, atol=1e-5)
+    row = torch.arange(9.0).as_strided((1, 5), (1, 1))
+    found = weighted_product(row, row, torch.ones(1), torch.ones(1, dtype=torch.bool), weigh_left, "exact")
+    assert torch.equal(found, row.mT @ row)

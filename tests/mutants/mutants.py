@@ -229,6 +229,8 @@ MUTANTS = [
     Mutant("47", "the threshold's release is not noised enough", "clipwise/training.py",
            "            noise_multiplier=release.noise_multiplier,\n",
            "            noise_multiplier=0.5 * release.noise_multiplier,\n"),
+    Mutant("05", "a GPU kernel takes a layer's weights for neighbours in memory", "clipwise/engine/kernels_rows.py",
+           "        x,\n        weights.contiguous(),\n", "        x,\n        weights,\n"),
     Mutant("47", "AutoV promises less than it gives", "clipwise/rules.py",
            "return _guarded(norms, lambda n: clip_norm / n)", "return _guarded(norms, lambda n: 1.2 * clip_norm / n)"),
 ]  # fmt: skip
