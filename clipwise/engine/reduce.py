@@ -280,18 +280,19 @@ _CACHED = 2**16  # entries of a gradient up to which the GPU's cache takes those
 def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
     """From shapes alone, and once per parameter.
 
-    Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more. A materialised
-    gradient has p·d entries to write and to read twice (about 10 operations each, on the machines tried), and many
-    small products run at two thirds the speed of a large one (t more per entry). In float64 inner products
-    take twice as long. A gradient much larger than the activations is materialised only where t is very large. Tensor
-    cores compute far faster than memory takes entries, and their kernel does half of the symmetric products.
+    Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more, and half as much
+    again for what becomes of them. A materialised gradient has p·d entries to write and to read twice (about 10
+    operations each, on the machines tried), and many small products run at two thirds the speed of a large one (t more
+    per entry). In float64 inner products take twice as long. A gradient much larger than the activations is
+    materialised only where t is very large. Tensor cores compute far faster than memory takes entries, and their kernel
+    does half of the symmetric products.
     """
     if precision != "exact":
         entry = _ENTRY[precision] / (9 if p * d <= _CACHED else 1)  # and the Gram form starts more kernels
         dense = p * d * entry < t * (t + 128) * (p + d)
         return Path("dense" if t > 1 and dense else "outer", False, t == 1)
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
-    more = (4 if wide else 2) * t * t * (p + d)
+    more = (6 if wide else 3) * t * t * (p + d)
     if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < more)):
         return Path("dense", wide)
     return Path("outer", wide and t > 1, t == 1)
