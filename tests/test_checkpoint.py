@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_training import X, Y, make, make_plan, weights
+from training_runs import X, Y, make, make_plan, weights
 
 import clipwise as cw
 from clipwise import errors
