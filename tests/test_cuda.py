@@ -123,6 +123,20 @@ def test_one_more_record_moves_how_others_round_within_the_room_for_it(precision
             assert moved > 2**-24 * ROUNDINGS * b  # the room is needed
 
 
+@pytest.mark.parametrize(("b", "t"), [(16384, 1), (8192, 2), (1024, 16)])
+def test_a_record_that_is_gone_moves_how_others_round_within_the_room_for_it(precision, b, t):
+    """Not dropped: its successors move up, to other groups of products that a tensor core adds at once."""
+    torch.manual_seed(0)
+    both = [(1 + 0.1 * torch.randn(b, 1, t, k, device="cuda")).to(dtype_of(precision)) for k in (64, 96)]
+    both = [cut(x) if precision == "tf32" else x for x in both]
+    weights, keep = torch.ones(b, device="cuda"), torch.ones(b, dtype=torch.bool, device="cuda")
+    whole = OuterGrad(Outer(*both), (64, 96), precision=precision).weighted_sum(weights, keep)
+    less = OuterGrad(Outer(*(x[1:] for x in both)), (64, 96), precision=precision).weighted_sum(weights[1:], keep[1:])
+    own = both[0][0, 0].double().mT @ both[1][0, 0].double()
+    moved = (whole.double() - less.double() - own).norm() / own.norm()
+    assert moved <= 2**-24 * (ROUNDINGS * b + CHAIN), float(moved) * 2**24
+
+
 @pytest.mark.parametrize(("b", "width"), [(7, 9001), (300, 36864), (64, 130)])
 def test_gradients_in_rows(b, width):
     x, weights, keep = torch.randn(b, width, device="cuda"), torch.rand(b, device="cuda"), torch.rand(b) < 0.7

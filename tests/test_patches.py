@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipwise.clipping import engine_gradients
-from clipwise.engine import contributions, conv, reduce, strips
+from clipwise.engine import contributions, conv, cuda_ops, reduce, strips
 from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import cut
 from clipwise.engine.reduce import DenseGrad, Path
@@ -130,7 +130,7 @@ def test_strips_of_a_few_images_at_a_time(name, part, monkeypatch):
     model, x, _ = made(name)
     whole = engine_gradients(model, losses, x, len(x), paths={"weight": Path("dense", False)})
     monkeypatch.setattr(strips, "_PART", part)
-    monkeypatch.setitem(strips.ROWS, "tf32", 24)
+    monkeypatch.setitem(cuda_ops.ROWS, "tf32", 24)
     weights, keep = torch.rand(len(x)), torch.arange(len(x)) != 1
     for form in ("outer", "dense"):
         found = engine_gradients(model, losses, x, len(x), paths={"weight": Path(form, False)})

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,8 +50,14 @@ class Compiled:
 
     def __call__(self, data: Any, mask: Tensor, number: float, keep: bool = True) -> tuple[dict[str, Tensor], Tensor]:
         """As the step itself. Without `keep`, a CUDA graph's results hold until the next call only."""
-        given = list(tensors(data))
         device = next(self._model.parameters()).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # graphs are of the current device
+            return self._called(data, mask, number, keep, device)
+
+    def _called(
+        self, data: Any, mask: Tensor, number: float, keep: bool, device: torch.device
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        given = tensors(data)
         mask, threshold = mask.to(device), torch.full((), number, dtype=torch.float64, device=device)
         key = self._key(data, given)
         if key not in self._ready:

@@ -37,10 +37,11 @@ def tensor_cores(allowed: bool = True) -> Iterator[None]:
         backend.fp32_precision = before
 
 
-def multiply(left: Tensor, right: Tensor, precision: str, to: Tensor, add: bool = False) -> None:
-    """leftᵀ @ right into `to`, or onto it: one product, or a few of limited length."""
-    for i in range(0, max(len(left), 1), ROWS[precision]):
-        first, second, more = left[i : i + ROWS[precision]].mT, right[i : i + ROWS[precision]], add or i > 0
+def multiply(left: Tensor, right: Tensor, precision: str, to: Tensor, positions: int, add: bool = False) -> None:
+    """leftᵀ @ right into `to`, or onto it: one product, or a few of limited length. Rows are examples × positions."""
+    length = longest(precision, positions)
+    for i in range(0, max(len(left), 1), length):
+        first, second, more = left[i : i + length].mT, right[i : i + length], add or i > 0
         if precision == "bfloat16":
             part = torch.empty_like(to) if more else to
             torch.mm(first, second, out_dtype=torch.float32, out=part)
@@ -54,9 +55,17 @@ def multiply(left: Tensor, right: Tensor, precision: str, to: Tensor, add: bool 
                 torch.mm(first, second, out=to)
 
 
-# Examples × positions of one product: how its sum rounds grows with its length (docs/engine.md). A tensor core adds up
-# 16 products of bfloat16 at a time, and 8 of TF32.
+# Examples × positions of one product, and examples: how its sum rounds grows with its length (docs/engine.md). A tensor
+# core adds up 16 products of bfloat16 at a time, and 8 of TF32.
 ROWS = {"exact": 2**13, "bfloat16": 2**14, "tf32": 2**13}
+_EXAMPLES = 2**11
+
+
+def longest(precision: str, positions: int) -> int:
+    """Rows of one product on a GPU."""
+    return min(ROWS[precision], _EXAMPLES * max(positions, 1))
+
+
 _SPARE = 2**13  # columns that are put aside at a time: those of a vocabulary would be as large as its logits
 
 
@@ -144,7 +153,7 @@ def _weighted_product(
             move_rows(part, aside, dropped, back=False)
         first, second = (weighted, part) if weigh_left else (part, weighted)
         try:
-            multiply(first, second, precision, to)
+            multiply(first, second, precision, to, len(left) // max(len(dropped), 1))
         finally:
             move_rows(part, aside, dropped, back=True)
     return out

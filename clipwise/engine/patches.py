@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .contributions import Window
 from .gram import gram_of, inner_products
-from .products import ROWS, Precision, cut, select
+from .products import Precision, cut, longest, select
 
 _PROGRAMS = 264  # two for each of an H200's processors
 
@@ -75,7 +75,7 @@ class PatchGrad:
         """Sums that are made one beside the other: enough to keep a GPU busy, and none too long."""
         size, positions, p = self.left.shape
         tiles = -(-p // 128) * -(-self.input.shape[3] // 128) * self.window.kernel[0] * self.window.kernel[1]
-        fewest = -(-size // max(1, ROWS[self.precision] // positions))
+        fewest = -(-size // max(1, longest(self.precision, positions) // positions))
         return min(size, max(fewest, _PROGRAMS // tiles))
 
     def weighted_sum(self, weights: Tensor, keep: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cuda_ops import ROWS as ROWS  # and torch.ops.clipwise
+from .cuda_ops import longest as longest
 from .static import is_static
 
 Precision = Literal["exact", "bfloat16", "tf32"]

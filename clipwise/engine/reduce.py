@@ -33,7 +33,7 @@ from .contributions import (
 )
 from .gram import Gram, gram, gram_bounds, is_fused
 from .patches import PatchGrad, example_gradients
-from .products import MOVED, ROWS, Precision, aligned, cut, precision_of, product, select, weighted_product
+from .products import MOVED, ROWS, Precision, aligned, cut, longest, precision_of, product, select, weighted_product
 from .static import is_static
 
 _CHUNK = 128  # length of one float32 sum of squares: its error is at most 128·u
@@ -183,8 +183,9 @@ class OuterGrad:
                 self._weighted(x, weights, keep) if weighs else select(x, keep)
                 for x, weighs in ((left, self.weighs_left), (right, not self.weighs_left))
             )
+            rows = ROWS[self.precision] if left.device.type == "cpu" else longest(self.precision, left.shape[2])
             left, right = _all_rows(left), _all_rows(right)
-            parts = zip(*(x.split(ROWS[self.precision], dim=-2) for x in (left, right)), strict=True)
+            parts = zip(*(x.split(rows, dim=-2) for x in (left, right)), strict=True)
             total = functools.reduce(torch.add, (product(a.mT, b, self.dtype, self.precision) for a, b in parts))
         p, d = self.uses.size
         return total[..., :p, :d].reshape(self.shape)

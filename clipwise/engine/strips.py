@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .contributions import Window
-from .cuda_ops import ROWS, multiply, tensor_cores
+from .cuda_ops import longest, multiply, tensor_cores
 from .products import cut
 
 _PART = 2**24  # numbers in strips at a time
@@ -97,12 +97,13 @@ def weighted_sum(left: Tensor, x: Tensor, weights: Tensor, keep: Tensor, window:
     """Σ over kept images, weights on left: [p, *kernel, c], float32."""
     (lines, places), c = window.kernel, x.shape[3]
     total = torch.zeros(left.shape[2], lines, places * c, dtype=torch.float32, device=x.device)
-    most = max(1, min(_most(x, window), ROWS["tf32"] // left.shape[1]))
+    positions = left.shape[1]
+    most = max(1, min(_most(x, window), longest("tf32", positions) // max(positions, 1)))
     for first in range(0, len(x), most):
         part = slice(first, first + most)
         images, whole = _images(left[part], window)
         own = strips(images, whole, Given(weights[part], keep[part]), images_last=True).flatten(0, 3)
         seen = strips(x[part], window, Given(torch.ones_like(weights[part]), keep[part]), images_last=True)
         for i in range(lines):
-            multiply(own, _met(seen, 0, i, window).flatten(0, 2), "tf32", total[:, i], add=True)
+            multiply(own, _met(seen, 0, i, window).flatten(0, 2), "tf32", total[:, i], positions, add=True)
     return total.reshape(-1, lines, places, c)

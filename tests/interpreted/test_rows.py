@@ -52,9 +52,10 @@ def test_a_factor_takes_its_weights(cuts, wide):
 @pytest.mark.parametrize("weigh_left", [False, True])
 @pytest.mark.parametrize("sides", [(20, 70), (70, 20), (70, 70)])
 def test_weighted_products_in_parts(monkeypatch, sides, weigh_left):
-    """Parts of 32 columns, and of 25 rows."""
+    """Parts of 32 columns, and of 25 rows or two examples."""
     monkeypatch.setattr(cuda_ops, "_SPARE", 32)
-    monkeypatch.setitem(cuda_ops.ROWS, "exact", 25)
+    monkeypatch.setitem(cuda_ops.ROWS, "exact", 25 if weigh_left else 2**13)
+    monkeypatch.setattr(cuda_ops, "_EXAMPLES", 2**11 if weigh_left else 2)
     left, right = (torch.randn(60, k) for k in sides)
     weights, keep = torch.rand(6), ~DROPPED
     rows = (weights * keep).repeat_interleave(10)[:, None]
