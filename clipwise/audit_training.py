@@ -60,7 +60,7 @@ def _joined(batch: Any, record: Any) -> Any:
     """The batch with one more record at its end."""
     if batch_size(record) != 1:
         raise ValueError("record must be a batch of one record, such as x[:1].")
-    rows = iter(list(tensors(record)))
+    rows = iter(tensors(record))
     return map_tensors(batch, lambda x: torch.cat([x, next(rows)]))
 
 

@@ -28,18 +28,6 @@ def test_an_empty_batch_is_noise_charged_and_never_calls_the_loss():
     assert training.ledger.charges == 6
 
 
-OPTIMIZERS = [
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    lambda p: torch.optim.Adam(p, lr=0.1),
-    lambda p: torch.optim.AdamW(p, lr=0.1),
-    lambda p: torch.optim.NAdam(p, lr=0.1),
-    lambda p: torch.optim.RAdam(p, lr=0.1),
-    lambda p: torch.optim.Adagrad(p, lr=0.1),
-    lambda p: torch.optim.Adadelta(p, lr=0.1),
-    lambda p: torch.optim.RMSprop(p, lr=0.1),
-]
-
-
 def test_asserted_sampling_is_on_record():
     training = make(sampling="asserted", preflight=False)
     training.step((X, Y))

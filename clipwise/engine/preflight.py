@@ -335,7 +335,7 @@ def preflight_batch(model: nn.Module, loss_fn: LossFn, batch: Any, options: Mapp
     records = [made_record(like, number) for number in range(_PROBES)]
 
     def stacked(chosen: list[Any]) -> Any:
-        columns = iter(zip(*(list(tensors(record)) for record in chosen), strict=True))
+        columns = iter(zip(*(tensors(record) for record in chosen), strict=True))
         return map_tensors(like, lambda x: torch.stack(next(columns)))
 
     return _warned(_on_made_up(model, loss_fn, records, {"collate_fn": stacked, **options}))

@@ -189,7 +189,7 @@ class Tape(TorchFunctionMode):
             keep = lambda s: self._keep(s.detach(), s, trained, name, origin) if s.requires_grad else s  # noqa: E731
             return map_tensors(shadow, keep)
         value = func(*self._with(args, "value"), **self._with(kwargs, "value"))
-        shadows = list(tensors(shadow))
+        shadows = tensors(shadow)
         return map_tensors(value, lambda v: self._keep(v, shadows.pop(0), trained, name, origin))
 
     def _keep(
@@ -279,7 +279,7 @@ class Tape(TorchFunctionMode):
         row per example, in ops that work row by row.
         """
         aligned = func in BROADCASTS or func in MATMULS or func is F.scaled_dot_product_attention
-        given = list(tensors((args, kwargs)))
+        given = tensors((args, kwargs))
         others = [x for x in given if self._trained(x) is None and self._seen.is_data(x)]
         dims = max(x.dim() for x in given)
         along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
