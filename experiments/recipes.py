@@ -259,6 +259,9 @@ def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile
         if average is not None:
             average.update_parameters(model)
         clip_norms.append(step)
+        if recipe.data.startswith("imagenette") and len(clip_norms) % max(1, len(train[0]) // recipe.batch_size) == 0:
+            row.setdefault("by_epoch", []).append(round(accuracy(model, test), 4))
+            model.train()
     row["accuracy"] = accuracy(model if average is None else average, test)
     if recipe.data.startswith("names"):
         row["balanced"] = balanced(model, test, data.classes)
