@@ -143,7 +143,7 @@ def test_what_features_and_privacy_cost(tmp_path):
     rows = [row(m, {}, a, s) for m, a in (("psac", 0.8), ("non-private", 0.85)) for s in range(2)]
     written(tmp_path, "cifar10_features", rows)
     told = causes._features(tmp_path)
-    assert "-9.4 points against the paper's (n = 2); privacy costs 5.0 points with PSAC (n = 2), and 1.6" in told
+    assert "-9.4 points against A's (n = 2); privacy costs 5.0 points with PSAC (n = 2), and 1.6" in told
 
 
 def test_rates_of_the_feature_runs_stand_beside_the_papers(tmp_path):
