@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .sweeps import QUARTERS, TINY
+from .sweeps import EXAMPLE, QUARTERS, TINY
 
 Printed = dict[str, tuple[float, float | None]]
 
@@ -138,6 +138,12 @@ D8 = (
         },
         (2.0, 4.0, 8.0),
     ),
+)
+NAMES_READ = Cell(  # the task as Opacus' public example reads it
+    "names_dc",
+    "NAMES, LSTM, ε = 8, bytes between marks, the state after the padding (16 places)",
+    D8[-1].printed,
+    D8[-1].settings | EXAMPLE | {"model": "lstm-padding"},
 )
 BEYOND = (Cell("adult", "Adult census, logistic regression, (1, 1e-5)", {}),)
 WANTED = {"mnist_best": 98.6, "fashion_mnist_best": 88.0, "cifar10_best": 65.0}  # of the best recipes, set beforehand

@@ -152,10 +152,10 @@ IMAGENETTE_CHANGES: dict[str, dict[str, Any]] = {
     "32 pixels": TINY,
     "32 pixels, the head sees quarters": TINY | QUARTERS,
     "32 pixels, quarters, a norm after each sum": TINY | {"model": "resnet9-2x2-scaled"},
-    "32 pixels, quarters, lr 0.00025": TINY | QUARTERS | {"lr": 2.5e-4},
     "32 pixels, quarters, lr 0.0005 falling to 0": TINY | QUARTERS | {"decay": True},
     "32 pixels, quarters, lr 0.001": TINY | QUARTERS | {"lr": 1e-3},
     "32 pixels, quarters, lr 0.001 falling to 0": TINY | QUARTERS | {"lr": 1e-3, "decay": True},
+    "32 pixels, quarters, lr 0.002 falling to 0": TINY | QUARTERS | {"lr": 2e-3, "decay": True},
 }
 
 
