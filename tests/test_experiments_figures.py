@@ -137,6 +137,10 @@ def test_the_clip_norms_of_both_kinds_are_compared(tmp_path):
     ]
     written(tmp_path, "cifar10_dc", rows)
     assert "is 60 along a run (n = 1), where DC-SGD-E takes 2 (n = 1): 30 times" in causes._resnet(tmp_path)
+    assert "Against AUTO-S" not in causes._resnet(tmp_path)
+    rows += [row("psac", {"epsilon": 8.0}, 0.53 + s / 100, s, "cuda") for s in range(3)]
+    written(tmp_path, "cifar10_dc", rows)
+    assert "Abadi (C = 1) +0.00, +0.00 (n = 2); PSAC +3.00, +3.00 (n = 2)." in causes._resnet(tmp_path)
 
 
 def test_what_features_and_privacy_cost(tmp_path):
