@@ -14,8 +14,8 @@ from torch import nn
 import clipwise as cw
 from clipwise import errors
 from clipwise.clipping import clip, engine_gradients, trainable
-from clipwise.engine import prepared
-from clipwise.engine.compiled import Compiled, _growing_memory, _traced
+from clipwise.engine import layouts, prepared, same_work, writes
+from clipwise.engine.compiled import Compiled, _traced
 from clipwise.engine.static import static
 
 X, Y = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
@@ -300,11 +300,12 @@ def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
         assert torch.allclose(found[name], value, atol=1e-5)
 
 
-@pytest.mark.parametrize("cuts", [False, True])
-def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
+@pytest.mark.parametrize(("cuts", "convolutions"), [(False, True), (True, False), (True, True)])
+def test_factors_as_tensor_cores_take_them(cuts, convolutions, monkeypatch):
     """What a GPU does for convolutions and TF32, here on a CPU: channels last, and 11 bits of every factor."""
     monkeypatch.setattr("clipwise.engine.prepared._WHERE", frozenset({"cpu"}))
     monkeypatch.setattr(prepared, "_allowed", lambda: cuts)
+    monkeypatch.setattr(prepared, "_allowed_in_convolutions", lambda: convolutions)
     strides = []
 
     class Flat(nn.Module):  # one that looks at how its input lies in memory
@@ -332,7 +333,7 @@ def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
     assert not seen
     found, again = Compiled(model, step)(batch, mask, 1.0)
     assert len(set(strides)) == 1
-    assert {(r.last, r.cuts) for r in seen} == ({(True, False), (False, True)} if cuts else {(True, False)})
+    assert {(r.last, r.cuts) for r in seen} == ({(True, convolutions), (False, True)} if cuts else {(True, False)})
     assert all(r.values["input"].is_contiguous(memory_format=torch.channels_last) for r in seen if r.last)
     far = 4e-3 if cuts else 1e-5
     assert torch.allclose(norms, again, rtol=far)
@@ -342,19 +343,109 @@ def test_factors_as_tensor_cores_take_them(cuts, monkeypatch):
         assert any(not torch.equal(found[name], value) for name, value in truth.items())
 
 
-def test_memory_that_grows_leaves_the_users_settings(monkeypatch):
-    """On a machine with a GPU, told by its strings."""
-    now = ["max_split_size_mb:128"]
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: now[-1], raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", now.append, raising=False)
-    try:
-        with _growing_memory():
-            assert now[-1] == "max_split_size_mb:128,expandable_segments:True"
-            raise KeyError
-    except KeyError:
-        pass
-    assert now[-1] == "max_split_size_mb:128,expandable_segments:False"
-    now[:] = ["expandable_segments:True"]
-    with _growing_memory():
-        assert len(now) == 1
+class Block(nn.Module):
+    """A residual block with group norm, on images."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.na, self.nb = nn.GroupNorm(4, 16), nn.GroupNorm(4, 16)
+
+    def forward(self, x):
+        return F.relu(self.nb(self.b(F.relu(self.na(self.a(x))))) + x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_images_are_laid_out_once_and_group_norm_sums_once(dropout, monkeypatch):
+    """What a GPU does, here on a CPU: no copy that only turns an image, and one pass over it for each group norm."""
+    monkeypatch.setattr("clipwise.engine.prepared._WHERE", frozenset({"cpu"}))
+    monkeypatch.setattr("clipwise.engine.ops._ONE_PASS", frozenset({"cpu"}))
+    monkeypatch.setattr(writes, "_LARGE", 6 * 256)
+    monkeypatch.setattr(writes, "_FAR", 10**6)
+    graphs = []
+
+    class Seen(same_work.SameWork):
+        def __init__(self, on_gpu):
+            super().__init__(on_gpu=True)
+
+        def __call__(self, graph):
+            before = [node for node in graph.nodes if layouts.turns(node)]
+            super().__call__(graph)
+            graphs.append((len(before), graph))
+
+        def uuid(self):
+            return None  # not from a cache
+
+    monkeypatch.setattr(same_work, "SameWork", Seen)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), Block(), nn.Dropout(dropout), Block(), nn.Flatten(), nn.Linear(256, 5)
+    )
+    rule = cw.PSAC()
+    groups = rule.groups(list(trainable(model)))
+
+    def step(data, mask, scale):
+        return clip(engine_gradients(model, losses, data, len(mask)), rule, scale, groups, mask)
+
+    batch, mask = (torch.randn(6, 3, 4, 4), torch.arange(6) % 5), torch.tensor([1, 1, 0, 1, 1, 1]).bool()
+    batch[0][1, 0, 0, 0] = math.nan
+    found, norms = Compiled(model, step)(batch, mask, 1.0)
+    ((turned, graph),) = graphs
+    assert turned >= 4
+    assert not any(layouts.turns(node) for node in graph.nodes)
+    sums = [
+        n
+        for n in graph.nodes
+        if n.target is torch.ops.aten.sum.dim_IntList and n.meta["val"].shape == (6, 16) and n.args[1] == [2]
+    ]
+    shapes = [tuple(node.meta["val"].shape) for node in written(graph)]
+    assert shapes.count((6, 4)) == 8  # two numbers for each group of channels
+    assert shapes.count((6, 16, 4, 4)) == len(shapes) - 8 >= 4
+    assert len(sums) == 2 * 4  # of each group norm: for its own backward pass and for its parameters
+    assert all(torch.isfinite(v).all() for v in found.values())
+    if not dropout:
+        truth, true_norms = step(batch, mask, 1.0)
+        torch.testing.assert_close(norms, true_norms, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for name, value in truth.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def written(graph):
+    return [node.args[0] for node in graph.nodes if "force_stride_order" in str(node.target)]
+
+
+def test_the_sum_of_a_residual_stream_is_written(monkeypatch):
+    """Otherwise each norm's float32 numbers are kept in its place."""
+    monkeypatch.setattr(writes, "_LARGE", 64)
+    monkeypatch.setattr(writes, "_FAR", 60)
+    graphs, real = [], writes.write_sums
+    monkeypatch.setattr(
+        same_work, "write_sums", lambda graph: (real(graph), graph.lint(), graphs.append(written(graph)))
+    )
+    monkeypatch.setattr(same_work.SameWork, "__init__", lambda self, on_gpu: setattr(self, "_on_gpu", True))
+    monkeypatch.setattr(same_work.SameWork, "uuid", lambda self: None)  # not from a cache
+    torch.manual_seed(0)
+
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x).mean(1)
+
+    model, rule = Stream().bfloat16(), cw.PSAC()
+    groups = rule.groups(list(trainable(model)))
+
+    def step(data, mask, scale):
+        return clip(engine_gradients(model, losses, data, len(mask)), rule, scale, groups, mask)
+
+    given = (torch.randn(4, 5, 8).bfloat16(), torch.arange(4) % 3), torch.ones(4, dtype=torch.bool), 1.0
+    found, expected = Compiled(model, step)(*given), step(*given)
+    (sums,) = graphs
+    assert len(sums) >= 4
+    assert {node.meta["val"].dtype for node in sums} == {torch.bfloat16}
+    assert_same(found, expected, 0.05)

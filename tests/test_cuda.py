@@ -465,7 +465,7 @@ def test_one_more_record_moves_a_convolutions_sum_within_the_room_for_it():
         window = Window((3, 3), (1, 1), (1, 1), (1, 1), (side, side))
         x, grads = torch.rand(1, side, side, c, device="cuda") + 0.5, torch.rand(1, side * side, p, device="cuda") + 0.5
         both = (cut(grads).repeat(b, 1, 1), cut(x).repeat(b, 1, 1, 1))
-        own = torch.ops.clipwise.strip_gradients(both[0][:1], both[1][:1], *window)[0].double()
+        own = torch.ops.clipwise.strip_gradients(both[0][:1], both[1][:1], True, 128, *window)[0][0].double()
         weights, keep = torch.ones(b, device="cuda"), torch.ones(b, dtype=torch.bool, device="cuda")
         whole = torch.ops.clipwise.strip_sum(*both, weights, keep, *window).double()
         keep[b // 3] = False

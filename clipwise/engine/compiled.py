@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -110,10 +110,13 @@ class Compiled:
         from .same_work import SameWork
 
         # what a fused kernel keeps in registers is rounded as if it were written: norms are those of the numbers summed
-        options: Any = {"post_grad_custom_pre_pass": SameWork(), "emulate_precision_casts": True}
-        options["layout_optimization"] = mask.device.type == "cuda"  # on a CPU it turns tensors forth and back
-        if mask.device.type == "cuda":  # convolutions laid out as in ordinary training; each factor in one place only
+        on_gpu = mask.device.type == "cuda"
+        options: Any = {"post_grad_custom_pre_pass": SameWork(on_gpu), "emulate_precision_casts": True}
+        options["layout_optimization"] = on_gpu  # on a CPU it turns tensors forth and back
+        if on_gpu:  # convolutions laid out as in ordinary training; each factor in one place only
             options |= {"force_layout_optimization": True, "comprehensive_padding": False}
+        if any("strip_" in str(node.target) for node in graph.graph.nodes):  # a norm's gradient, and its bits cut
+            options["realize_reads_threshold"] = 8
         backend: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
         with warnings.catch_warnings(), torch.no_grad(), exact_products(mask.device):
             warnings.simplefilter("ignore")  # the compiler's own
@@ -135,22 +138,12 @@ def _apart(values: list[Tensor]) -> list[Tensor]:
     return apart
 
 
-@contextmanager
-def _growing_memory() -> Iterator[None]:
-    """Memory that grows in one piece: what the graph holds for good has no gaps. Where this torch knows how."""
-    read, write = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))
-    if read is None or write is None or torch.cuda.get_allocator_backend() != "native":
-        yield
-        return
-    before = read() or ""
-    if "expandable_segments" in before:  # the user's choice
-        yield
-        return
-    write(",".join(filter(None, (before, "expandable_segments:True"))))  # each write replaces all settings
-    try:
-        yield
-    finally:
-        write(",".join(filter(None, (before, "expandable_segments:False"))))
+def _most_memory(run: Callable[[], Any]) -> int:
+    """Bytes that are held at once while it runs. CUDA's count of the most so far begins anew."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 class _Replayed:
@@ -161,11 +154,14 @@ class _Replayed:
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            function(*self._inputs)
+            most = _most_memory(lambda: function(*self._inputs))
         torch.cuda.current_stream().wait_stream(beside)
         torch.cuda.empty_cache()  # what the pass above has used; the graph has memory of its own
-        self._graph = torch.cuda.CUDAGraph()
-        with _growing_memory(), torch.cuda.graph(self._graph):
+        self._pool, self._graph = torch.cuda.MemPool(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(beside), torch.cuda.use_mem_pool(self._pool):
+            torch.empty(most, dtype=torch.uint8, device=inputs[-1].device)  # one piece: pieces of many sizes leave gaps
+        handle: Any = self._pool.id
+        with torch.cuda.graph(self._graph, pool=handle, stream=beside):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:

@@ -70,6 +70,7 @@ class Unfolded:
     width: int  # d
     arrange: Callable[[Tensor], Tensor] | None = None  # a view of […, d] in the weight's own order, if it has another
     window: Window | None = None  # for kernels that read patches where they lie
+    cut: bool = False  # left, to TF32's bits already
 
     def outer(self) -> Outer:
         """With all patches in memory."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from .contributions import Dense, Unfolded, Window
 from .depthwise import depthwise_gradient
 from .op_rule import Call, Uses, per_channel
 from .products import precision_of
+from .static import is_static
 
 DEEP = 16  # channels from which kernels read patches where they lie (patches.py)
 _PLACES = 512  # of a kernel, up to which the room for rounding covers their sum too
@@ -40,6 +42,12 @@ def _padded(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
     if padding == "valid" or not any(_pairs(padding, dims)):
         return x
     return F.pad(x, [n for n in reversed(_pairs(padding, dims)) for _ in (0, 1)])
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """[b, *in, c], copied: by an op of its own where a compiler would read patches from afar."""
+    x = x.movedim(1, -1)
+    return torch.ops.clipwise.cat([x]) if is_static() and x.device.type == "cuda" else x.contiguous()
 
 
 def _window(kernel: tuple[int, ...], call: Call, out: tuple[int, ...]) -> Window:
@@ -99,7 +107,7 @@ def conv(call: Call, grad: Tensor) -> Uses:
             window = _window(kernel, call, tuple(grad.shape[2:]))
             yield "weight", Unfolded(left, x.movedim(1, -1).contiguous(), pad_first, width, arrange, window=window)
         elif groups == 1:
-            yield "weight", Unfolded(left, padded.movedim(1, -1).contiguous(), unfold_last, width, arrange)
+            yield "weight", Unfolded(left, _channels_last(padded), unfold_last, width, arrange)
         else:
             yield "weight", Unfolded(left, padded, unfold, width)
 

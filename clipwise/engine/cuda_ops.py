@@ -187,19 +187,37 @@ _WINDOW = "int[2] kernel, int[2] stride, int[2] before, int[2] dilation, int[2] 
 
 
 @torch.library.custom_op(
-    "clipwise::strip_gradients", mutates_args=(), schema=f"(Tensor left, Tensor x, {_WINDOW}) -> Tensor"
+    "clipwise::patch_bound", mutates_args=(), schema=f"(Tensor left, Tensor x, {_WINDOW}, float[] errors) -> Tensor"
 )
 @_there
-def _strip_gradients(left: Tensor, x: Tensor, *window: Any) -> Tensor:
+def _patch_bound(left: Tensor, x: Tensor, *others: Any) -> Tensor:
+    from .kernels_conv import patch_bound as kernel
+
+    return kernel(left, x, *others)
+
+
+@_patch_bound.register_fake
+def _(left: Tensor, *others: Any) -> Tensor:
+    return left.new_empty(len(left), dtype=torch.float64)
+
+
+@torch.library.custom_op(
+    "clipwise::strip_gradients",
+    mutates_args=(),
+    schema=f"(Tensor left, Tensor x, bool is_cut, int chunk, {_WINDOW}) -> (Tensor, Tensor)",
+)
+@_there
+def _strip_gradients(left: Tensor, x: Tensor, is_cut: bool, chunk: int, *window: Any) -> tuple[Tensor, Tensor]:
     from . import strips
     from .contributions import Window
 
-    return strips.example_gradients(left, x, Window(*window))
+    return strips.example_gradients(left, x, Window(*window), is_cut, chunk)
 
 
 @_strip_gradients.register_fake
-def _(left: Tensor, x: Tensor, kernel: list[int], *others: Any) -> Tensor:
-    return left.new_empty(len(left), left.shape[2], *kernel, x.shape[3], dtype=torch.float32)
+def _(left: Tensor, x: Tensor, is_cut: bool, chunk: int, kernel: list[int], *others: Any) -> tuple[Tensor, Tensor]:
+    made = left.new_empty(len(left), left.shape[2], *kernel, x.shape[3], dtype=torch.float32)
+    return made, left.new_empty(len(left), dtype=torch.float64)
 
 
 @torch.library.custom_op(

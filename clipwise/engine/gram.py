@@ -20,7 +20,7 @@ from .._types import unit_roundoff
 from .contributions import Outer
 from .products import MOVED, Precision, product
 
-_LONG = 1024  # inner products longer than this are cut
+LONG = 1024  # inner products longer than this are cut
 _FEW = 8  # positions, up to which plain products are as good as the fused kernel
 
 
@@ -54,24 +54,24 @@ def is_fused(uses: Outer, precision: Precision) -> bool:
     return precision != "exact" and uses.left.device.type == "cuda" and uses.left.shape[2] > _FEW
 
 
-def _errors(
+def errors(
     sides: tuple[int, int], dtype: torch.dtype, precision: Precision, weigh_left: bool
 ) -> tuple[float, float, float, float]:
     """κ·u, u, and how far the entries of left and right may move."""
     p, d = sides
     unit = (1 if precision == "exact" else 2) * unit_roundoff(dtype)  # tensor cores cut where others round
-    error = (min(p, _LONG) + min(d, _LONG) + p // _LONG + d // _LONG + 64) * unit
+    error = (min(p, LONG) + min(d, LONG) + p // LONG + d // LONG + 64) * unit
     return error, unit, *((MOVED[precision], 0.0) if weigh_left else (0.0, MOVED[precision]))
 
 
 def gram_bounds(uses: Sequence[Outer], precisions: Sequence[Precision], more: Tensor) -> Tensor:
     """`gram(…).bound(more)` of several, those for which `is_fused`, as rows; `more` is [n, 3, b], float64."""
-    errors: list[float] = []
+    all_errors: list[float] = []
     for use, precision in zip(uses, precisions, strict=True):
         sides = (use.left.shape[3], use.right.shape[3])
-        errors += _errors(sides, torch.float32, precision, sides[0] <= sides[1])
+        all_errors += errors(sides, torch.float32, precision, sides[0] <= sides[1])
     lefts, rights = [use.left for use in uses], [use.right for use in uses]
-    found: Tensor = torch.ops.clipwise.gram_bounds(lefts, rights, more, [p == "tf32" for p in precisions], errors)
+    found: Tensor = torch.ops.clipwise.gram_bounds(lefts, rights, more, [p == "tf32" for p in precisions], all_errors)
     return found
 
 
@@ -87,7 +87,7 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision, sums: torch.dtyp
         return gram_of(products, sides, dtype, precision, p <= sides[1], sums)
     found, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
     total, *spreads = found.reshape(3, size, groups).unbind(0)
-    return _gram(total, squares.unbind(0), spreads, sides, dtype, _errors(sides, dtype, precision, p <= sides[1]))
+    return _gram(total, squares.unbind(0), spreads, sides, dtype, errors(sides, dtype, precision, p <= sides[1]))
 
 
 def gram_of(
@@ -100,12 +100,12 @@ def gram_of(
 ) -> Gram:
     """From the inner products of positions [b, g, t, t], left and right."""
     sums = sums or dtype
-    error, *rest = _errors(sides, dtype, precision, weigh_left)
-    errors = (error, rest[0] if sums == dtype else unit_roundoff(sums), rest[1], rest[2])
+    error, *rest = errors(sides, dtype, precision, weigh_left)
+    known = (error, rest[0] if sums == dtype else unit_roundoff(sums), rest[1], rest[2])
     total = (products[0] * products[1]).sum((2, 3), dtype=torch.float64)
     diagonals = [x.diagonal(dim1=2, dim2=3) for x in products]
-    spreads = [x.double().square().sum((2, 3)) for x in products] if any(errors[2:]) else []
-    return _gram(total, diagonals, spreads, sides, sums, errors)  # what underflows in the sum is lost as well
+    spreads = [x.double().square().sum((2, 3)) for x in products] if any(known[2:]) else []
+    return _gram(total, diagonals, spreads, sides, sums, known)  # what underflows in the sum is lost as well
 
 
 def _gram(
@@ -137,9 +137,9 @@ def _moved(norms: Sequence[Tensor], spreads: Sequence[Tensor], error: float, mov
 
 def inner_products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
     """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
-    if x.shape[2] <= _LONG:
+    if x.shape[2] <= LONG:
         return product(x, x.mT, dtype, precision)
-    parts = x.split(_LONG, dim=2)
+    parts = x.split(LONG, dim=2)
     total = product(parts[0], parts[0].mT, dtype, precision).double()
     for part in parts[1:]:
         total += product(part, part.mT, dtype, precision)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernels_cuda import fill_bounds
+
 
 @triton.jit
 def _patch_products(
@@ -117,6 +119,152 @@ def patch_products(left, x, keep, kernel, stride, before, dilation, out, each: i
 
 
 @triton.jit
+def _cut(value):
+    """To TF32's bits; NaN stays NaN."""
+    bits = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return tl.where(value == value, bits, value)
+
+
+@triton.jit
+def _inner_products(
+    x, out, positions, width, x_image, x_row, CUT: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+):
+    """TILE × TILE of one image."""
+    image = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    x += image * x_image
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for k in range(0, width, DEPTH):
+        n = k + tl.arange(0, DEPTH)
+        a = tl.load(
+            x + rows[:, None] * x_row + n[None, :], (rows < positions)[:, None] & (n < width)[None, :], other=0.0
+        )
+        b = tl.load(
+            x + columns[:, None] * x_row + n[None, :], (columns < positions)[:, None] & (n < width)[None, :], other=0.0
+        )
+        if CUT:
+            a, b = _cut(a), _cut(b)
+        total = tl.dot(a, b.T, total, input_precision="tf32" if CUT else "ieee")
+    to = out + image * positions * positions + rows[:, None] * positions + columns[None, :]
+    tl.store(to, total, (rows < positions)[:, None] & (columns < positions)[None, :])
+
+
+def inner_products(x: Tensor) -> Tensor:
+    """[images, t, t] in float32 of x [images, t, width]: bfloat16, or float32 that is cut to TF32's bits."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    images, positions, width = x.shape
+    made = torch.empty(images, positions, positions, dtype=torch.float32, device=x.device)
+    tile = min(64, max(16, triton.next_power_of_2(positions)))
+    tiles = triton.cdiv(positions, tile)
+    _inner_products[(images, tiles, tiles)](
+        x,
+        made,
+        positions,
+        width,
+        x.stride(0),
+        x.stride(1),
+        x.dtype == torch.float32,
+        tile,
+        32 if x.dtype == torch.float32 else 64,
+        num_warps=4,
+        num_stages=3,
+    )
+    return made
+
+
+@triton.jit
+def _patch_sums(
+    own,
+    seen,
+    sums,
+    squares,
+    positions,
+    inputs,
+    out_width,
+    height,
+    width,
+    tiles,
+    places,
+    kernel_width,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    BEFORE_H: tl.constexpr,
+    BEFORE_W: tl.constexpr,
+    STEP_H: tl.constexpr,
+    STEP_W: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """As `_gram` (kernels_cuda.py) from inner products of outputs and of inputs, those of patches added up here."""
+    image, pair = tl.program_id(0), tl.program_id(1)
+    images, pairs = tl.num_programs(0), tl.num_programs(1)
+    i, j = 0, pair
+    while j >= tiles - i:
+        j -= tiles - i
+        i += 1
+    j += i
+    t = tl.arange(0, TILE)
+    rows, columns = i * TILE + t, j * TILE + t
+    inside = (rows < positions)[:, None] & (columns < positions)[None, :]
+    own += image.to(tl.int64) * positions * positions
+    seen += image.to(tl.int64) * inputs * inputs
+    a = tl.load(own + rows[:, None] * positions + columns[None, :], inside, other=0.0)
+    b = tl.zeros([TILE, TILE], tl.float32)
+    for place in range(places):
+        down, right = (place // kernel_width) * STEP_H - BEFORE_H, (place % kernel_width) * STEP_W - BEFORE_W
+        y, x = (rows // out_width) * STRIDE_H + down, (rows % out_width) * STRIDE_W + right
+        v, u = (columns // out_width) * STRIDE_H + down, (columns % out_width) * STRIDE_W + right
+        first = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        second = (v >= 0) & (v < height) & (u >= 0) & (u < width)
+        here = seen + (y * width + x)[:, None] * inputs + (v * width + u)[None, :]
+        b += tl.load(here, inside & first[:, None] & second[None, :], other=0.0)
+    if i == j:
+        same = t[:, None] == t[None, :]
+        row = squares + image.to(tl.int64) * positions + rows
+        tl.store(row, tl.sum(tl.where(same, a, 0.0), axis=1), rows < positions)
+        tl.store(row + images.to(tl.int64) * positions, tl.sum(tl.where(same, b, 0.0), axis=1), rows < positions)
+    times = tl.where(i == j, 1.0, 2.0).to(tl.float64)
+    to = sums + image * pairs + pair
+    wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
+    tl.store(to, times * tl.sum(wide_a * wide_b))
+    tl.store(to + images * pairs, times * tl.sum(wide_a * wide_a))
+    tl.store(to + 2 * images * pairs, times * tl.sum(wide_b * wide_b))
+
+
+def patch_bound(left, x, kernel, stride, before, dilation, out, errors: list[float]) -> Tensor:
+    """The squared norms' bounds [images], float64, of left [images, t, p] and x [images, *in, c]; `errors`: gram.py."""
+    (images, height, width, c), (_, positions, p) = x.shape, left.shape
+    own, seen = inner_products(left), inner_products(x.reshape(images, height * width, c))
+    tile, places = min(64, max(16, triton.next_power_of_2(positions))), kernel[0] * kernel[1]
+    tiles = triton.cdiv(positions, tile)
+    sums = torch.empty(1, 3, images, tiles * (tiles + 1) // 2, dtype=torch.float64, device=x.device)
+    squares = torch.empty(1, 2, images, 1, positions, dtype=torch.float32, device=x.device)
+    _patch_sums[sums.shape[2:]](
+        own,
+        seen,
+        sums,
+        squares,
+        positions,
+        height * width,
+        out[1],
+        height,
+        width,
+        tiles,
+        places,
+        kernel[1],
+        *stride,
+        *before,
+        *dilation,
+        tile,
+        num_warps=4,
+    )
+    bound = torch.empty(1, images, dtype=torch.float64, device=x.device)
+    more = torch.zeros(1, 3, images, dtype=torch.float64, device=x.device)
+    fill_bounds((p, places * c), sums, squares, more, errors, bound)
+    return bound[0]
+
+
+@triton.jit
 def _strips(
     x,
     weights,
@@ -164,8 +312,7 @@ def _strips(
                 value = tl.load(here, seen[:, None] & (n < c)[None, :], other=0.0)
                 if GIVEN:
                     value = tl.where(seen[:, None], value * weight, 0.0)
-                bits = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-                value = tl.where(value == value, bits, value)  # NaN stays NaN
+                value = _cut(value)
                 to = out + ((q * PLACES + place) * c)[:, None] + n[None, :]
                 tl.store(to, value, (q < positions)[:, None] & (n < c)[None, :])
 

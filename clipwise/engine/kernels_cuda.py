@@ -189,7 +189,8 @@ def _bound(
     tl.store(out + example, norm * norm)
 
 
-def _gram_bounds(sides: tuple[int, int], sums: Tensor, squares: Tensor, more: Tensor, errors: list[float], out: Tensor):
+def fill_bounds(sides: tuple[int, int], sums: Tensor, squares: Tensor, more: Tensor, errors: list[float], out: Tensor):
+    """Bounds [n, b] of like pairs, from what `_places` holds."""
     count, _, b, g, t = squares.shape
     error, unit, moved_left, moved_right = errors
     tiny, pairs = torch.finfo(torch.float32).tiny, sums.shape[3]
@@ -249,7 +250,7 @@ def gram_bounds(
     for same, (sums, squares) in zip(kinds, held, strict=True):
         first, last = same[0], same[-1] + 1
         sides = (lefts[first].shape[3], rights[first].shape[3])
-        _gram_bounds(sides, sums, squares, more[first:last], errors[4 * first : 4 * first + 4], out[first:last])
+        fill_bounds(sides, sums, squares, more[first:last], errors[4 * first : 4 * first + 4], out[first:last])
     return out
 
 

@@ -153,8 +153,8 @@ def _weighted_rows(x, weights, keep, out, examples, width, along, ROWS: tl.const
 def weighted_rows(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
     """Σ_b weights_b·x_b of the kept rows [b, n], in float32; the others are not read."""
     out = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
-    _weighted_rows[(triton.cdiv(x.shape[1], 128),)](
-        x, weights.contiguous(), _bytes(keep), out, *x.shape, x.stride(0), 16, 128, num_warps=4
+    _weighted_rows[(triton.cdiv(x.shape[1], 64),)](
+        x, weights.contiguous(), _bytes(keep), out, *x.shape, x.stride(0), 16, 64, num_warps=4
     )
     return out
 

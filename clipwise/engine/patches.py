@@ -20,20 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contributions import Window
-from .gram import gram_of, inner_products
+from .gram import LONG, errors, gram_of, inner_products
 from .products import Precision, cut, longest, select
 
 _PROGRAMS = 264  # two for each of an H200's processors
 
 
-def example_gradients(left: Tensor, x: Tensor, window: Window, copies: int, precision: Precision) -> Tensor:
-    """[b, p, *kernel, c] in float32, of left [b·k, t, p] and x [b·k, *in, c]."""
+def example_gradients(
+    left: Tensor, x: Tensor, window: Window, copies: int, precision: Precision, is_cut: bool, chunk: int
+) -> tuple[Tensor, Tensor | None]:
+    """[b, p, *kernel, c] in float32, of left [b·k, t, p], which may be cut already, and x [b·k, *in, c].
+
+    And sums of their squares, in chunks of so many, where they are at hand.
+    """
     if precision == "tf32":
-        made: Tensor = torch.ops.clipwise.strip_gradients(left, x, *window)
-        return made if copies == 1 else made.unflatten(0, (-1, copies)).sum(1)
+        made, squares = torch.ops.clipwise.strip_gradients(left, x, is_cut, chunk, *window)
+        return (made, squares) if copies == 1 else (made.unflatten(0, (-1, copies)).sum(1), None)
     every = torch.ones(len(x), dtype=torch.bool, device=x.device)
     found: Tensor = torch.ops.clipwise.patch_products(left, x, every, *window, copies, False)
-    return found
+    return found, None
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,13 @@ class PatchGrad:
     def squared_norms(self) -> Tensor:
         """From the Gram matrices of outputs and of patches, as a bound (gram.py)."""
         left, x = self.left, self.input.flatten(1, 2)
+        sides = (left.shape[2], x.shape[2] * self.window.kernel[0] * self.window.kernel[1])
+        if left.device.type == "cuda" and left.shape[2] <= LONG and x.shape[2] <= LONG:
+            known = list(errors(sides, torch.float32, self.precision, weigh_left=True))
+            found: Tensor = torch.ops.clipwise.patch_bound(left, self.input, *self.window, known)
+            return found
         left, x = (cut(left), cut(x)) if self.precision == "tf32" else (left, x)
         own, seen = (inner_products(v, torch.float32, self.precision) for v in (left, x))
-        sides = (self.left.shape[2], self.input.shape[3] * self.window.kernel[0] * self.window.kernel[1])
         both = (own[:, None], self._seen(seen)[:, None])
         return gram_of(both, sides, torch.float32, self.precision, weigh_left=True).bound()
 

@@ -5,8 +5,8 @@ Three things would otherwise make the compiler keep a second copy of an op's inp
 - a vocabulary of 50,257 words, whose rows of logits begin at odd places: the output gets more columns, cut off before
   the model sees them, so that their gradient is zero;
 - channels that do not come last, as kernels for convolutions want them;
-- bits beyond those of TF32 (products.py): for linear ops they are cut where the numbers are made. Tensor cores do not
-  see them either. (Convolutions are left alone: not all of their kernels cut.)
+- bits beyond those of TF32 (products.py): they are cut where the numbers are made, if the user lets tensor cores cut
+  them. (A convolution's input is left alone, since others read it too, and strips.py makes a copy of it anyway.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from .contributions import Contribution, Outer
+from .contributions import Contribution, Outer, Unfolded
 from .conv import DEEP
 from .op_rule import Call, OpRule
 from .ops import OP_RULES
@@ -62,8 +62,8 @@ class Brought(torch.autograd.Function):
         Columns that are not real are put beside it, and not around it: a compiler then writes the gradient where it
         stays, in the pass over each row that has made it.
         """
-        grad = grads[0].contiguous(memory_format=torch.channels_last) if ctx.last else grads[0]
-        grad = cut(grad) if ctx.cuts else grad
+        grad = cut(grads[0]) if ctx.cuts else grads[0]
+        grad = grad.contiguous(memory_format=torch.channels_last) if ctx.last else grad
         beside = (grad, grad.new_zeros(*grad.shape[:-1], ctx.more))
         return torch.cat(beside, dim=-1) if ctx.more else grad, None, None, None
 
@@ -92,19 +92,25 @@ def prepared(rule: OpRule, values: Mapping[str, Any]) -> Prepared | None:
     x, weight = values["input"], values["weight"]
     if x.device.type not in _WHERE or x.dtype not in (torch.float32, torch.bfloat16) or weight.dtype != x.dtype:
         return None
+    cuts = _allowed() and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
     if rule is OP_RULES[F.linear]:
-        cuts = _allowed() and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
         return _linear(dict(values), cuts)
+    cuts = cuts and _allowed_in_convolutions()
     if weight.dim() != 4 or weight.shape[1] < DEEP:
         return None
     turned = torch.channels_last not in (suggest_memory_format(x), suggest_memory_format(weight))
     values = {**values, "input": x.contiguous(memory_format=torch.channels_last)}
-    return Prepared(values, torch.conv2d(**values), None, False, True, turned)
+    return Prepared(values, torch.conv2d(**values), None, cuts, True, turned)
 
 
 def _allowed() -> bool:
     """Whether the user lets matrix products of float32 run as TF32."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _allowed_in_convolutions() -> bool:
+    """Convolutions have a setting of their own."""
+    return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
 def _linear(values: dict[str, Any], cuts: bool) -> Prepared | None:
@@ -135,6 +141,6 @@ def uses_of(rule: OpRule, call: Call, grad: Tensor, ready: Prepared | None) -> I
     for name, use in rule.uses(call, grad[..., : ready.columns] if ready.columns is not None else grad):
         if ready.columns is not None and isinstance(use, Outer):
             use = Outer(grad.reshape(*use.left.shape[:3], -1), use.right, use.size)
-        if isinstance(use, Outer):
+        if isinstance(use, (Outer, Unfolded)):
             use = replace(use, cut=ready.cuts)
         yield name, use

@@ -70,11 +70,10 @@ def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
     that underflow, without which a large vector of tiny numbers would pass for zero.
     """
     wide = x.to(sum_dtype(x.dtype)).flatten(keep_dims) if x.dim() > keep_dims else x.to(sum_dtype(x.dtype))[..., None]
-    info = torch.finfo(wide.dtype)
     length = wide.shape[-1]
     if wide.device.type == "cuda" and wide.dtype == torch.float32 and wide.dim() == 2 and length > _FEW:
         total: Tensor = torch.ops.clipwise.squares(wide if wide.stride(1) == 1 else wide.contiguous(), _CHUNK)
-        return total * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
+        return _with_room(total, length, wide.dtype)
     whole = length - length % _CHUNK
     parts = []
     if whole:
@@ -82,7 +81,13 @@ def squares(x: Tensor, keep_dims: int = 1) -> Tensor:
     if whole < length:
         parts.append(torch.linalg.vector_norm(wide[..., whole:], dim=-1, keepdim=True))
     norms = torch.cat(parts, dim=-1).double() if parts else wide.double()
-    return norms.square().sum(-1) * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
+    return _with_room(norms.square().sum(-1), length, wide.dtype)
+
+
+def _with_room(total: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """For the rounding of a sum of squares, and for their underflow."""
+    info = torch.finfo(dtype)
+    return total * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
 
 
 def _scaled(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
@@ -318,8 +323,9 @@ def _in_place(use: Unfolded, window: Window, shape: tuple[int, ...], name: str, 
         return PatchGrad(use.left[:, 0], use.input, window, shape, precision)
     assert use.arrange is not None
     left = use.left[:, 0].reshape(len(use.input), -1, use.left.shape[3])
-    made = example_gradients(left, use.input, window, copies, precision)
-    return DenseGrad(use.arrange(made.flatten(2)).reshape(-1, *shape))
+    made, squared = example_gradients(left, use.input, window, copies, precision, use.cut, _CHUNK)
+    grad = use.arrange(made.flatten(2)).reshape(-1, *shape)
+    return DenseGrad(grad, None if squared is None else _with_room(squared, grad[0].numel(), grad.dtype))
 
 
 def _sides(use: Outer | Unfolded) -> tuple[int, int, int, int]:

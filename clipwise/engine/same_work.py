@@ -1,7 +1,8 @@
-"""A compiler pass: what a graph computes twice, it computes once.
+"""Compiler passes over the one graph of a private step.
 
-The compiler does this when it sees a training step as forward and backward; our step is one graph, and rules that look
-at an op's input again (norms, for one) would repeat its work.
+- What is computed twice is computed once. The compiler does this when it sees training as forward and backward; rules
+  that look at an op's input again (norms, for one) would repeat its work.
+- On a GPU, images are laid out by the compiler alone (layouts.py), and what many would make again is written (writes.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+from .layouts import KNOWN, leave_out_turns
+from .writes import write_small, write_sums
+
 
 class SameWork(CustomGraphPass):
     """Nodes of one op with the same arguments become one, unless they are random, write somewhere or are returned."""
 
+    def __init__(self, on_gpu: bool) -> None:
+        """`on_gpu`: with the other passes too."""
+        self._on_gpu = on_gpu
+
     def __call__(self, graph: Graph) -> None:
         """In place, on a graph without mutations."""
+        if self._on_gpu:
+            leave_out_turns(graph)
         returned = {arg for node in graph.nodes if node.op == "output" for arg in node.all_input_nodes}
         written = {arg for node in graph.nodes if not _pure(node) for arg in node.all_input_nodes}
         first: dict[Any, Node] = {}
@@ -28,10 +38,13 @@ class SameWork(CustomGraphPass):
             if (same := first.setdefault(key, node)) is not node:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+        if self._on_gpu:
+            write_sums(graph)
+            write_small(graph)
 
     def uuid(self) -> str:
         """For the compiler's cache."""
-        return "clipwise.same_work.1"
+        return f"clipwise.same_work.3.{self._on_gpu}"
 
 
 def _pure(node: Node) -> bool:
@@ -39,7 +52,7 @@ def _pure(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target.__module__ == "_operator"
-    known = node.target.namespace in ("aten", "prims", "clipwise")  # others may draw without saying so
+    known = node.target.namespace in KNOWN  # others may draw without saying so
     random = torch.Tag.nondeterministic_seeded in node.target.tags
     return known and not random and not node.target._schema.is_mutable and "empty" not in node.target._schema.name
 

@@ -20,7 +20,7 @@ from .contributions import Window
 from .cuda_ops import longest, multiply, tensor_cores
 from .products import cut
 
-_PART = 2**24  # numbers in strips at a time
+_PART = 2**25  # numbers in strips at a time: fewer leave a part of the GPU idle
 
 
 class Given(NamedTuple):
@@ -78,19 +78,31 @@ def _met(strip: Tensor, axis: int, i: int, window: Window) -> Tensor:
     return strip.select(axis, at % remainders).narrow(axis, at // remainders, window.out[0])
 
 
-def example_gradients(left: Tensor, x: Tensor, window: Window) -> Tensor:
-    """[images, p, *kernel, c], float32, of left [images, t, p] and x [images, *in, c]."""
+def example_gradients(left: Tensor, x: Tensor, window: Window, is_cut: bool, chunk: int) -> tuple[Tensor, Tensor]:
+    """[images, p, *kernel, c], float32, of left [images, t, p], which may be cut already, and x [images, *in, c].
+
+    And the sums of their squares [images], float64, of chunks in float32, while the cache holds them.
+    """
     (lines, places), c = window.kernel, x.shape[3]
     made = torch.empty(len(x), left.shape[2], lines, places * c, dtype=torch.float32, device=x.device)
+    squared = torch.empty(len(x), dtype=torch.float64, device=x.device)
     most = _most(x, window)
     for first in range(0, len(x), most):
         part = slice(first, first + most)
-        own = strips(*_images(left[part], window)).flatten(1, 3)
+        own = left[part] if is_cut else strips(*_images(left[part], window)).flatten(1, 3)
         seen = strips(x[part], window)
         with tensor_cores():
             for i in range(lines):
                 torch.bmm(own.mT, _met(seen, 1, i, window).flatten(1, 2), out=made[part, :, i])
-    return made.reshape(len(x), -1, lines, places, c)
+        squared[part] = _squares(made[part].flatten(1), chunk)
+    return made.reshape(len(x), -1, lines, places, c), squared
+
+
+def _squares(x: Tensor, chunk: int) -> Tensor:
+    if x.device.type == "cuda":
+        found: Tensor = torch.ops.clipwise.squares(x, chunk)
+        return found
+    return x.double().square().sum(1)
 
 
 def weighted_sum(left: Tensor, x: Tensor, weights: Tensor, keep: Tensor, window: Window) -> Tensor:

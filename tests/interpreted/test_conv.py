@@ -7,14 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from clipwise.engine.contributions import Window
-from clipwise.engine.kernels_conv import patch_products
+from clipwise.engine.gram import errors
+from clipwise.engine.kernels_conv import inner_products, patch_bound, patch_products
 from clipwise.engine.kernels_conv import strips as kernel
+from clipwise.engine.patches import PatchGrad
+from clipwise.engine.products import cut
 from clipwise.engine.strips import Given, count, strips
 
 CASES = {  # images, height, width, channels, outputs; kernel, stride, padding, dilation
     "3×3": ((5, 8, 8, 16, 24), ((3, 3), (1, 1), (1, 1), (1, 1))),
     "strides": ((4, 9, 7, 20, 70), ((3, 2), (2, 1), (1, 0), (1, 2))),
     "1×1": ((3, 8, 8, 32, 16), ((1, 1), (2, 2), (0, 0), (1, 1))),
+    "many positions": ((3, 13, 11, 16, 17), ((3, 3), (1, 1), (1, 1), (1, 1))),
     "wide": ((3, 4, 4, 130, 130), ((2, 2), (2, 2), (0, 0), (1, 1))),
 }
 
@@ -71,3 +75,29 @@ def test_strips(name, given, images_last):
     assert found.shape == truth.shape
     assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0))
     assert int(found.isnan().sum()) > 0
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40), (2, 16, 16), (2, 70, 130), (1, 130, 7)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_inner_products_of_cut_factors(shape, turned):
+    x = torch.randn(*shape).mT.contiguous().mT if turned else torch.randn(shape[0], shape[1], shape[2] + 3)[:, :, 1:-2]
+    x[0, 1, 2] = float("nan")
+    truth = cut(x).double() @ cut(x).double().mT
+    found = inner_products(x)
+    assert torch.equal(found.isnan(), truth.isnan())
+    assert close(found.nan_to_num(), truth.nan_to_num())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_of_norms(name):
+    left, x, window, truth = made(name)
+    x[1, 2, 2, 3], left[2] = float("nan"), 0.0
+    sides = (left.shape[2], x.shape[3] * window.kernel[0] * window.kernel[1])
+    found = patch_bound(left, x, *window, list(errors(sides, torch.float32, "tf32", weigh_left=True)))
+    known = PatchGrad(left, x, window, (), "tf32").squared_norms()
+    assert found.isnan().tolist() == [i == 1 for i in range(len(x))]
+    torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-30, equal_nan=True)
+    kept = torch.tensor([i not in (1, 2) for i in range(len(x))])
+    exact = truth.flatten(1).norm(dim=1)[kept]
+    assert (found.sqrt()[kept] >= exact * (1 - 2e-3)).all()  # of cut factors
+    assert (found.sqrt()[kept] <= exact * 1.02).all()

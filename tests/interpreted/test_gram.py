@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from clipwise.engine import kernels_cuda
 from clipwise.engine.contributions import Outer
-from clipwise.engine.gram import _errors, gram
+from clipwise.engine.gram import errors, gram
 from clipwise.engine.kernels_cuda import column_sums, gram_bounds, norm_sums
 
 
@@ -50,11 +50,11 @@ def test_bounds_of_several_pairs():
     ways = ["tf32", "tf32", "bfloat16", "tf32", "tf32", "bfloat16"]
     pairs += [(one[:, :, :50], other[:, :, :50]) for one, other in pairs[:2]]  # like neighbours share a launch
     ways += ways[:2]
-    more, errors = torch.rand(len(pairs), 3, 3, dtype=torch.float64), []
+    more, known = torch.rand(len(pairs), 3, 3, dtype=torch.float64), []
     for (one, other), way in zip(pairs, ways, strict=True):
         sides = (one.shape[3], other.shape[3])
-        errors += _errors(sides, torch.float32, way, sides[0] <= sides[1])
-    found = gram_bounds([a for a, _ in pairs], [b for _, b in pairs], more, [False] * len(pairs), errors)
+        known += errors(sides, torch.float32, way, sides[0] <= sides[1])
+    found = gram_bounds([a for a, _ in pairs], [b for _, b in pairs], more, [False] * len(pairs), known)
     for row, (one, other), way, added in zip(found, pairs, ways, more, strict=True):
         truth = gram(Outer(one, other), torch.float32, way).bound(tuple(added))
         assert torch.allclose(row, truth, rtol=1e-7)
@@ -63,10 +63,10 @@ def test_bounds_of_several_pairs():
 def test_a_record_that_is_not_finite_has_no_bound_and_changes_no_other():
     left, right = factors(3, 1, 130, 16, 24)
     more = torch.zeros(1, 3, 3, dtype=torch.float64)
-    errors = list(_errors((16, 24), torch.float32, "tf32", True))
-    whole = gram_bounds([left], [right], more, [False], errors)[0]
+    known = list(errors((16, 24), torch.float32, "tf32", True))
+    whole = gram_bounds([left], [right], more, [False], known)[0]
     left[1, 0, 7, 3] = float("nan")
-    spoiled = gram_bounds([left], [right], more, [False], errors)[0]
+    spoiled = gram_bounds([left], [right], more, [False], known)[0]
     assert spoiled.isnan().tolist() == [False, True, False]
     assert torch.equal(spoiled[[0, 2]], whole[[0, 2]])
 

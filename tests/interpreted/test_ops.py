@@ -17,7 +17,7 @@ CALLS = {
     "squares": (ROWS, 128),
     "cat": ([ROWS, torch.randn(24, 3)],),
     "cat of one": ([torch.randn(40, 24).T],),
-    "strip_gradients": (GRADS, IMAGES, *WINDOW),
+    "patch_bound": (GRADS, IMAGES, *WINDOW, [0.1] * 4),
     "strip_sum": (GRADS, IMAGES, torch.rand(4), KEEP, *WINDOW),
     "patch_products": (GRADS, IMAGES, KEEP, *WINDOW, 2, True),
     "column_sums": (torch.randn(4, 30, 16),),
