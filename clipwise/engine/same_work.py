@@ -2,7 +2,7 @@
 
 - What is computed twice is computed once. The compiler does this when it sees training as forward and backward; rules
   that look at an op's input again (norms, for one) would repeat its work.
-- On a GPU, images are laid out by the compiler alone (layouts.py), and what many would make again is written (writes.py).
+- On a GPU, images are laid out by the compiler alone (layouts.py); what many would make again is written (writes.py).
 """
 
 from __future__ import annotations
