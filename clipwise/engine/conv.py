@@ -44,10 +44,11 @@ def _padded(x: Tensor, kernel: tuple[int, ...], call: Call) -> Tensor:
     return F.pad(x, [n for n in reversed(_pairs(padding, dims)) for _ in (0, 1)])
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """[b, *in, c], copied: by an op of its own where a compiler would read patches from afar."""
+def _channels_last(x: Tensor, overlap: bool) -> Tensor:
+    """[b, *in, c], copied: by an op of its own where a compiler would read patches that overlap from afar."""
     x = x.movedim(1, -1)
-    return torch.ops.clipwise.cat([x]) if is_static() and x.device.type == "cuda" else x.contiguous()
+    apart = overlap and is_static() and x.device.type == "cuda"
+    return torch.ops.clipwise.cat([x]) if apart else x.contiguous()
 
 
 def _window(kernel: tuple[int, ...], call: Call, out: tuple[int, ...]) -> Window:
@@ -107,7 +108,8 @@ def conv(call: Call, grad: Tensor) -> Uses:
             window = _window(kernel, call, tuple(grad.shape[2:]))
             yield "weight", Unfolded(left, x.movedim(1, -1).contiguous(), pad_first, width, arrange, window=window)
         elif groups == 1:
-            yield "weight", Unfolded(left, _channels_last(padded), unfold_last, width, arrange)
+            overlap = any(k > hop for k, hop in zip(kernel, _pairs(call.values.get("stride", 1), dims), strict=True))
+            yield "weight", Unfolded(left, _channels_last(padded, overlap), unfold_last, width, arrange)
         else:
             yield "weight", Unfolded(left, padded, unfold, width)
 

@@ -38,7 +38,7 @@ def write_sums(graph: Graph) -> None:
         if value.dtype.itemsize == 2 and node.target is torch.ops.aten.add.Tensor:
             shapes = {_value(source).shape for source in node.all_input_nodes}
             if len(shapes) == 1 and any(place.get(user, 0) > far for user in _readers(node, _DEEP)):
-                write(graph, node, value)
+                write(graph, node, value.contiguous())  # whatever the order of an image's patches was
         elif value.dtype == torch.float32 and value.dim() == 4 and len(node.users) >= _FEW:
             made_of = [_value(source) for source in _sources(node) if _numel(source) == value.numel()]
             if len(made_of) >= _FEW:
