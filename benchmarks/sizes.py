@@ -104,6 +104,7 @@ def plot(out: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
+    ticks: dict[str, set[int]] = {name: set() for name in RANGES["cpu"]}
     for device, file in FILES.items():
         if not (RESULTS / file).exists():
             continue
@@ -115,12 +116,15 @@ def plot(out: Path) -> None:
             label = f"{read['machine']['device']}, " + ", ".join(f"{k} {v}" for k, v in rest.items())
             axis.plot([r[name] for r in rows], [r["ratio"] for r in rows], "o-", label=label)
             axis.set(xscale="log", xlabel=name)
-            axis.set_xticks([r[name] for r in rows], [str(r[name]) for r in rows])
+            ticks[name] |= {r[name] for r in rows}
+            axis.set_xticks(sorted(ticks[name]), [str(x) for x in sorted(ticks[name])], rotation=60, fontsize=8)
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="lower right")
     axes[0].set_ylabel("clipped / plain")
-    axes[0].set_ylim(bottom=1.0)
+    axes[0].set_ylim(bottom=0.0)
+    for axis in axes:
+        axis.axhline(1.0, color="grey", linewidth=1, linestyle=":")
     figure.suptitle("Forward, backward, norms and clipping of a two-layer encoder, as a multiple of plain training")
     for suffix in (".png", ".svg"):
         figure.savefig(out.with_suffix(suffix), dpi=120, metadata={"Date": None} if suffix == ".svg" else None)
