@@ -146,26 +146,6 @@ def test_masked_pooling_over_padding_passes():
     next(iter(training(Module(forward, a=nn.Linear(6, 3))).batches(Ragged(), collate_fn=pad)))
 
 
-@pytest.mark.parametrize("length", [5, 7, 12, 16, 22, 64])
-@pytest.mark.parametrize("measure", ["count", "last"])
-def test_a_model_that_cuts_off_padding_for_all_at_once_is_refused(length, measure):
-    """The state after the padding depends on the longest record, however regular made-up records are."""
-
-    class Cut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.net, self.head = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 3)
-
-        def forward(self, x):
-            seen = x != 0
-            places = seen.sum(1) if measure == "count" else (seen * torch.arange(1, length + 1)).amax(1)
-            return self.head(self.net(self.table(x[:, : max(int(places.max()), 1)]))[0][:, -1])
-
-    torch.manual_seed(0)
-    with pytest.raises(errors.CrossExampleOp):
-        passes(Cut(), (torch.zeros(20, length, dtype=torch.int64), torch.arange(20) % 3))
-
-
 def test_mixup_in_the_collate_function_is_refused():
     def mixup(records):
         x, y = default_collate(records)

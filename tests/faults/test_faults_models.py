@@ -212,6 +212,31 @@ def test_11_mixing_in_the_collate_function_is_refused():
         run().batches(torch.utils.data.TensorDataset(X, Y), collate_fn=mixup)
 
 
+class Cut(nn.Module):
+    """Cuts off padding, for all records at once, and takes the state after it."""
+
+    def __init__(self, measure):
+        super().__init__()
+        self.measure, self.table = measure, nn.Embedding(9, 4)
+        self.net, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        seen = x != 0
+        last = (seen * torch.arange(1, x.shape[1] + 1)).amax(1)
+        places = int((seen.sum(1) if self.measure == "count" else last).max())
+        return self.head(self.net(self.table(x[:, : max(places, 1)]))[0][:, -1])
+
+
+@pytest.mark.parametrize("length", [5, 7, 12, 16, 22, 64])
+@pytest.mark.parametrize("measure", ["count", "last"])
+def test_11_cutting_off_padding_for_all_at_once_is_refused(length, measure):
+    """However regular made-up records are: the state depends on the longest record."""
+    torch.manual_seed(0)
+    training = run(Cut(measure), losses)
+    with pytest.raises(errors.CrossExampleOp):
+        training.batches((torch.zeros(len(Y), length, dtype=torch.int64), Y))
+
+
 def test_12_buffers_that_average_data_are_refused():
     class Centred(nn.Module):
         def __init__(self):

@@ -299,6 +299,12 @@ def test_02_copies_of_one_record_at_the_clip_norm():
 
 
 @needs_triton
+def test_04_bounds_of_convolutions_in_the_gpu_kernel():
+    """Of many positions: pairs of tiles, of which each but those with itself stands for two."""
+    interpret("conv", "-k", "bounds")
+
+
+@needs_triton
 def test_05_weights_of_one_layer_reach_their_own_records_on_a_gpu():
     """They are a column of all weights, and kernels read them one after the other."""
     interpret("rows", "-k", "weights")
