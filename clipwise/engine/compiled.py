@@ -146,6 +146,16 @@ def _most_memory(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def _one_piece(size: int, stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.MemPool | None:
+    """Memory for a graph that is captured on `stream`: pieces of many sizes would leave gaps. Where torch can do so."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    pool = torch.cuda.MemPool()
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        torch.empty(size, dtype=torch.uint8, device=device)
+    return pool
+
+
 class _Replayed:
     """A function of fixed shapes as one CUDA graph: inputs are copied to where it reads; it starts in one launch."""
 
@@ -157,11 +167,12 @@ class _Replayed:
             most = _most_memory(lambda: function(*self._inputs))
         torch.cuda.current_stream().wait_stream(beside)
         torch.cuda.empty_cache()  # what the pass above has used; the graph has memory of its own
-        self._pool, self._graph = torch.cuda.MemPool(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(beside), torch.cuda.use_mem_pool(self._pool):
-            torch.empty(most, dtype=torch.uint8, device=inputs[-1].device)  # one piece: pieces of many sizes leave gaps
-        handle: Any = self._pool.id
-        with torch.cuda.graph(self._graph, pool=handle, stream=beside):
+        self._pool = _one_piece(most, capture := torch.cuda.Stream(), inputs[-1].device)
+        self._graph = torch.cuda.CUDAGraph()
+        handle: Any = None if self._pool is None else self._pool.id
+        with torch.cuda.graph(
+            self._graph, pool=handle, stream=capture
+        ):  # its own: what libraries keep for it is inside
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:

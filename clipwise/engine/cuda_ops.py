@@ -291,4 +291,4 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 @_cat.register_fake
 def _(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

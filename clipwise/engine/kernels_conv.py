@@ -146,7 +146,7 @@ def _inner_products(
         if CUT:
             a, b = _cut(a), _cut(b)
         total = tl.dot(a, b.T, total, input_precision="tf32" if CUT else "ieee")
-    to = out + image * positions * positions + rows[:, None] * positions + columns[None, :]
+    to = out + image * positions * positions + rows.to(tl.int64)[:, None] * positions + columns[None, :]
     tl.store(to, total, (rows < positions)[:, None] & (columns < positions)[None, :])
 
 
@@ -208,7 +208,7 @@ def _patch_sums(
     inside = (rows < positions)[:, None] & (columns < positions)[None, :]
     own += image.to(tl.int64) * positions * positions
     seen += image.to(tl.int64) * inputs * inputs
-    a = tl.load(own + rows[:, None] * positions + columns[None, :], inside, other=0.0)
+    a = tl.load(own + rows.to(tl.int64)[:, None] * positions + columns[None, :], inside, other=0.0)
     b = tl.zeros([TILE, TILE], tl.float32)
     for place in range(places):
         down, right = (place // kernel_width) * STEP_H - BEFORE_H, (place % kernel_width) * STEP_W - BEFORE_W
@@ -216,7 +216,7 @@ def _patch_sums(
         v, u = (columns // out_width) * STRIDE_H + down, (columns % out_width) * STRIDE_W + right
         first = (y >= 0) & (y < height) & (x >= 0) & (x < width)
         second = (v >= 0) & (v < height) & (u >= 0) & (u < width)
-        here = seen + (y * width + x)[:, None] * inputs + (v * width + u)[None, :]
+        here = seen + (y * width + x).to(tl.int64)[:, None] * inputs + (v * width + u)[None, :]
         b += tl.load(here, inside & first[:, None] & second[None, :], other=0.0)
     if i == j:
         same = t[:, None] == t[None, :]

@@ -82,6 +82,7 @@ def _gram(
 
 def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     b, g, t, width = x.shape
+    assert width <= 1 or x.stride(3) == 1, "columns must be neighbours in memory"
     across = x.stride(int(g > 1)) if b * g > 1 else t * x.stride(2)  # that of an axis of one entry may be anything
     return TensorDescriptor(x, [b * g, t, width], [across, x.stride(2), 1], [1, rows, columns])
 

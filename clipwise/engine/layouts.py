@@ -10,19 +10,32 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from .writes import write
+from .writes import write, written_as
 
+_ORDERS = (torch.contiguous_format, torch.channels_last)
 KNOWN = ("aten", "prims", "clipwise")
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
-_CLONE, _AS_STRIDED = torch.ops.aten.clone.default, torch.ops.aten.as_strided.default
+_CLONE = torch.ops.aten.clone.default
+_BY_MEMORY = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten.view.dtype,
+)  # what they give depends on where numbers lie
 
 
 def leave_out_turns(graph: Graph) -> None:
     """Whoever reads a copy that lies otherwise reads what it is a copy of: the same numbers at the same indices.
 
     What was copied to channels last is written so in the first place, for all who read it, unless it comes from outside
-    the compiler's reach.
+    the compiler's reach. Ops that depend on where numbers lie find them where they were.
     """
+    if not any(turns(node) for node in graph.nodes):
+        return
+    for node in list(graph.nodes):
+        if node.target in _BY_MEMORY and not _same_width(node):
+            given = node.args[0]
+            with graph.inserting_before(node):
+                node.update_arg(0, written_as(graph, given, given.meta["val"]))
     for node in list(graph.nodes):
         if not turns(node):
             continue
@@ -52,7 +65,13 @@ def _sees_memory(user: Node) -> bool:
     target = user.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    return target is _AS_STRIDED or target.namespace not in KNOWN or target._schema.is_mutable
+    return target.namespace not in KNOWN or target._schema.is_mutable
+
+
+def _same_width(node: Node) -> bool:
+    """Other bits for the same numbers: nothing moves."""
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(node.target is torch.ops.aten.view.dtype and before.dtype.itemsize == after.dtype.itemsize)
 
 
 def turns(node: Node) -> bool:
@@ -62,5 +81,5 @@ def turns(node: Node) -> bool:
     before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dim() != 4:
         return False
-    both = [x.is_contiguous(memory_format=torch.channels_last) for x in (before, after)]
-    return both[0] != both[1] and before.is_contiguous() != after.is_contiguous()
+    first, last = ([x.is_contiguous(memory_format=how) for x in (before, after)] for how in _ORDERS)
+    return first != last and sorted(first) == sorted(last) == [False, True]  # each has one order, and not the other's

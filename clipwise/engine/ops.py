@@ -152,7 +152,8 @@ def _channels(call: Call, grad: Tensor, normalised: Tensor) -> Uses:
 
 
 def _group_norm(call: Call, grad: Tensor) -> Uses:
-    if is_static() and grad.device.type in _ONE_PASS and grad.dtype == torch.float32 and len(grad) == call.size:
+    wide = grad.dtype == call.values["input"].dtype == torch.float32  # autocast may have one of them narrow
+    if is_static() and wide and grad.device.type in _ONE_PASS and len(grad) == call.size:
         return _group_sums(call, grad)
     normalised = F.group_norm(call.values["input"], call.values["num_groups"], eps=call.values.get("eps", 1e-5))
     return _channels(call, grad, normalised)

@@ -38,7 +38,8 @@ def write_sums(graph: Graph) -> None:
         if value.dtype.itemsize == 2 and node.target is torch.ops.aten.add.Tensor:
             shapes = {_value(source).shape for source in node.all_input_nodes}
             if len(shapes) == 1 and any(place.get(user, 0) > far for user in _readers(node, _DEEP)):
-                write(graph, node, value.contiguous())  # whatever the order of an image's patches was
+                stays = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+                write(graph, node, value if stays else value.contiguous())  # not transposed, as a picture's patches are
         elif value.dtype == torch.float32 and value.dim() == 4 and len(node.users) >= _FEW:
             made_of = [_value(source) for source in _sources(node) if _numel(source) == value.numel()]
             if len(made_of) >= _FEW:
@@ -75,9 +76,15 @@ def _readers(node: Node, depth: int) -> set[Node]:
 def write(graph: Graph, node: Node, like: Tensor) -> Node:
     """Its numbers in memory, lying as those of `like` do; all who read it read them there."""
     with graph.inserting_after(node):
-        written = graph.call_function(inductor_prims.force_stride_order, (node, list(like.stride())))
-    written.meta["val"] = like
+        written = written_as(graph, node, like)
     node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
+    return written
+
+
+def written_as(graph: Graph, node: Node, like: Tensor) -> Node:
+    """The same, for whoever is told to read it there."""
+    written = graph.call_function(inductor_prims.force_stride_order, (node, list(like.stride())))
+    written.meta["val"] = like
     return written
 
 
