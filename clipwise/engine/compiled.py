@@ -115,8 +115,8 @@ class Compiled:
         options["layout_optimization"] = on_gpu  # on a CPU it turns tensors forth and back
         if on_gpu:  # convolutions laid out as in ordinary training; each factor in one place only
             options |= {"force_layout_optimization": True, "comprehensive_padding": False}
-        if any("strip_" in str(node.target) for node in graph.graph.nodes):  # a norm's gradient, and its bits cut
-            options["realize_reads_threshold"] = 8
+        if any("strip_" in str(node.target) for node in graph.graph.nodes):
+            options["realize_reads_threshold"] = 8  # so many a group norm's gradient reads: it is written once, cut
         backend: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
         with warnings.catch_warnings(), torch.no_grad(), exact_products(mask.device):
             warnings.simplefilter("ignore")  # the compiler's own
