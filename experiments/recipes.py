@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -242,10 +243,25 @@ def balanced(model: nn.Module, part: Part, classes: int) -> float:
     return statistics.mean(float((found[y == k] == k).float().mean()) for k in range(classes) if (y == k).any())
 
 
+@contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Matrix products of float32 in a precision; afterwards as they were."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def run_one(recipe: Recipe, method: str, seed: int, device: str = "cpu", compile: bool = False) -> dict[str, Any]:
     """Train once; a row of the result file."""
+    with products_in("high" if recipe.precision == "bfloat16" else recipe.precision):
+        return _run_one(recipe, method, seed, device, compile)
+
+
+def _run_one(recipe: Recipe, method: str, seed: int, device: str, compile: bool) -> dict[str, Any]:
     began = time.perf_counter()
-    torch.set_float32_matmul_precision("high" if recipe.precision == "bfloat16" else recipe.precision)
     data = prepared(recipe, device)
     train, test = data.train, data.test
     torch.manual_seed(seed)

@@ -17,7 +17,8 @@ settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Tests run on two processes: more threads would only fight."""
+def _as_at_the_start() -> None:
+    """Nothing that another test has set. Tests run on two processes: more threads would only fight."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
