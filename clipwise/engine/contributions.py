@@ -95,7 +95,7 @@ class Rows:
 
 
 Contribution = Dense | Outer | Unfolded | Rows
-_PART = (2**22, 2**26)  # entries of the patches that are made at a time: on a CPU they stay in the last cache
+_PART = (2**20, 2**26)  # entries of the patches that are made at a time: on a CPU they stay in its caches
 
 
 def as_multiplied(use: Contribution) -> Contribution:

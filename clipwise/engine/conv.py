@@ -18,6 +18,7 @@ from .products import precision_of
 from .static import is_static
 
 DEEP = 16  # channels from which kernels read patches where they lie (patches.py)
+_COLUMNS = 16  # of patches, from which a compiler copies them and multiplies faster than depthwise.py
 _PLACES = 512  # of a kernel, up to which the room for rounding covers their sum too
 
 
@@ -76,7 +77,8 @@ def conv(call: Call, grad: Tensor) -> Uses:
         weight, groups, copies = call.values["weight"], call.values.get("groups", 1), grad.shape[0] // call.size
         kernel, dims, width = tuple(weight.shape[2:]), weight.dim() - 2, weight[0].numel()
         x, padding = call.values["input"], call.values.get("padding", 0)
-        if weight.shape[1] == 1 and grad.device.type == "cpu":
+        as_patches = groups == 1 and is_static() and math.prod(kernel) >= _COLUMNS
+        if weight.shape[1] == 1 and grad.device.type == "cpu" and not as_patches:
             stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
             given, pad = (_padded(x, kernel, call), 0) if isinstance(padding, str) else (x, padding)
             made = depthwise_gradient(given, grad, kernel, stride, dilation, pad)
