@@ -47,7 +47,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "similarity": similarity.similarity,
 }
 
-TABLES: dict[str, Callable[[], str]] = {**tables.TABLES, **dc_tables.DC_TABLES, "again": again.again_table}
+TABLES: dict[str, Callable[..., str]] = {**tables.TABLES, **dc_tables.DC_TABLES, "again": again.again_table}
 
 
 def main() -> None:

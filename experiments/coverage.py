@@ -50,12 +50,14 @@ def see(model: nn.Module, batch: Any) -> Tensor:
 
 def embed(model: nn.Module, batch: Any) -> Tensor:
     """An image tower."""
-    return model(pixel_values=batch[0]).pooler_output.square().mean(1)
+    found: Tensor = model(pixel_values=batch[0]).pooler_output
+    return found.square().mean(1)
 
 
 def hear(model: nn.Module, batch: Any) -> Tensor:
     """A sound encoder."""
-    return model(input_values=batch[0]).last_hidden_state.square().mean((1, 2))
+    found: Tensor = model(input_values=batch[0]).last_hidden_state
+    return found.square().mean((1, 2))
 
 
 def transcribe(model: nn.Module, batch: Any) -> Tensor:

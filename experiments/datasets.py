@@ -96,7 +96,7 @@ def _cifar10() -> Data:
     strips = [np.asarray(Image.open(folder / file).convert("RGB")).reshape(-1, 32, 32, 3) for file in files[:6]]
     mean, deviation = (torch.tensor(x)[:, None, None] for x in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
 
-    def pixels(images: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def pixels(images: np.ndarray) -> Tensor:
         return (torch.from_numpy(images.copy()).permute(0, 3, 1, 2).float() / 255 - mean) / deviation
 
     train, test = (torch.tensor(json.loads((folder / file).read_text())) for file in files[6:])

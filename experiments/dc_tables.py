@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def names_table(results: Path = RESULTS) -> str:
 
 def narrow_rows(change: Mapping[str, Any], results: Path = RESULTS, method: str = "abadi") -> dict[int, dict[str, Any]]:
     """By seed, of the small LSTM on a CPU."""
-    return {r["seed"]: r for r in _rows("names_dc", method, NARROW | change, results) if r["device"] == "cpu"}
+    return {r["seed"]: r for r in _rows("names_dc", method, {**NARROW, **change}, results) if r["device"] == "cpu"}
 
 
 def narrow_table(results: Path = RESULTS) -> str:
@@ -148,4 +148,10 @@ def narrow_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-DC_TABLES = {"D1": time_table, "D2": paid_table, "D4": fixed_table, "names": names_table, "names_narrow": narrow_table}
+DC_TABLES: dict[str, Callable[..., str]] = {
+    "D1": time_table,
+    "D2": paid_table,
+    "D4": fixed_table,
+    "names": names_table,
+    "names_narrow": narrow_table,
+}

@@ -19,14 +19,14 @@ from clipwise.recipes.digits import cross_entropy, digits_model, load_digits
 
 TRAIN, CHOOSE = 1_200, 197
 EPSILON, DELTA, STEPS, PROB, LR = 3.0, 1e-4, 200, 0.25, 0.2
-NUMBERS = {"delta": DELTA, "sampling_prob": PROB, "steps": STEPS, "expected_batch_size": PROB * TRAIN}
+NUMBERS: dict[str, Any] = {"delta": DELTA, "sampling_prob": PROB, "steps": STEPS, "expected_batch_size": PROB * TRAIN}
 CLIP_NORMS = [0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 6.0, 12.0]
 SEARCHES = {
     "composition": cw.Search(runs=len(CLIP_NORMS), method="composition"),
     "liu-talwar": cw.Search(runs=len(CLIP_NORMS), method="liu-talwar"),
     "random stopping": cw.Search(runs=len(CLIP_NORMS), method="negative-binomial"),
 }
-UNTUNED = {
+UNTUNED: dict[str, tuple[cw.Rule, cw.Threshold]] = {
     "PSAC": (cw.PSAC(), cw.FixedThreshold(1.0)),
     "AUTO-S": (cw.AutoS(), cw.FixedThreshold(1.0)),
     "DC-SGD-E": (cw.Abadi(), cw.MinErrorThreshold()),
@@ -84,7 +84,7 @@ def tuning(seeds: int = 5) -> dict[str, Any]:
         rows[name] = {"accuracy": found, "epsilon": plan.epsilon, "noise_multiplier": plan.noise_multiplier}
         print(name, found, flush=True)
     plan = cw.Plan(epsilon=EPSILON, rule=cw.Abadi(), **NUMBERS)
-    unpaid = {str(c): [] for c in CLIP_NORMS}
+    unpaid: dict[str, list[float]] = {}
     for c in CLIP_NORMS:
         one = cw.Plan(
             noise_multiplier=plan.noise_multiplier, rule=cw.Abadi(), threshold=cw.FixedThreshold(c), **NUMBERS
@@ -100,12 +100,16 @@ def tuning(seeds: int = 5) -> dict[str, Any]:
             model = digits_model()
             model.load_state_dict(winner.weights)
             found.append(accuracy(model, 2))
-            chosen.append(winner.candidate["clip_norm"])
+            chosen.append(None if winner.candidate is None else winner.candidate["clip_norm"])
         rows[f"Abadi tuned, {name}"] = {
             "accuracy": found, "chosen": chosen, "epsilon": paid.spent, "noise_multiplier": paid.noise_multiplier,
         }  # fmt: skip
         print(name, found, chosen, flush=True)
     return {"seeds": seeds, "epsilon": EPSILON, "delta": DELTA, "steps": STEPS, "rows": rows, "unpaid": unpaid}
+
+
+def _noting(path: list[float]) -> Callable[[cw.PrivateTraining], None]:
+    return lambda training: path.append(training.clip_norm)
 
 
 def thresholds(seeds: int = 3) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def thresholds(seeds: int = 3) -> dict[str, Any]:
             plan = cw.Plan(epsilon=EPSILON, rule=cw.Abadi(), threshold=make(initial), **NUMBERS)
             for seed in range(seeds):
                 path: list[float] = []
-                training = trained(plan, lambda t, path=path: path.append(t.clip_norm))
+                training = trained(plan, _noting(path))
                 curves.append({"threshold": name, "initial": initial, "seed": seed, "clip_norms": path,
                                "accuracy": accuracy(training.model, 2)})  # fmt: skip
     return {"epsilon": EPSILON, "delta": DELTA, "steps": STEPS, "curves": curves}

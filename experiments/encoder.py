@@ -57,7 +57,7 @@ class Encoder(nn.Module):
 
     def states(self, x: Tensor) -> Tensor:
         """After the last layer, [b, t, width]."""
-        h = self.norm(self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)))
+        h: Tensor = self.norm(self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)))
         seen = (x != 0)[:, None, None, :]
         for layer in self.layers:
             h = layer(h, seen)
@@ -94,6 +94,7 @@ def classifier(classes: int, folder: Path | None = None) -> Encoder:
     folder = folder or find("minilm", "config.json", "model.safetensors")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     keys = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    model = Encoder(*(config[k] for k in keys), config["intermediate_size"], classes)
+    words, length, width, layers, heads = (config[k] for k in keys)
+    model = Encoder(words, length, width, layers, heads, config["intermediate_size"], classes)
     load_bert(model, load_file(folder / "model.safetensors"))
     return model

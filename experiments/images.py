@@ -15,7 +15,7 @@ from .datasets import Data, Part, find
 IMAGENETTE_SIDE, CELEBA_SIDE = 96, 64
 
 
-def square(path: Path, side: int) -> np.ndarray:  # type: ignore[type-arg]
+def square(path: Path, side: int) -> np.ndarray:
     """The middle of an image as bytes [3, side, side]."""
     from PIL import Image
 

@@ -40,9 +40,9 @@ class StandardisedConv(nn.Conv2d):
         return F.conv2d(x, (centred * scale).view_as(self.weight), self.bias, self.stride, self.padding)
 
 
-def _conv(standardised: bool, *sides: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
+def _conv(standardised: bool, given: int, made: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
     kind = StandardisedConv if standardised else nn.Conv2d
-    return kind(*sides, kernel, stride, padding=kernel // 2, bias=False)
+    return kind(given, made, kernel, stride, padding=kernel // 2, bias=False)
 
 
 class _Residual(nn.Module):

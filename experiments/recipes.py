@@ -215,7 +215,7 @@ def plan_of(recipe: Recipe, method: str, size: int) -> cw.Plan:
     """Solves σ, for one run or so that a whole search of such runs stays within ε."""
     given: dict[str, Any] = {"size": size, "batch_size": recipe.batch_size, "epochs": recipe.epochs}
     given["delta"] = recipe.delta
-    budget: dict[str, float] = {"epsilon": recipe.epsilon}
+    budget: dict[str, Any] = {"epsilon": recipe.epsilon}
     if recipe.search:
         search = cw.Search(runs=recipe.searched, method=recipe.search)
         whole = cw.TuningPlan.for_dataset(**given, epsilon=recipe.epsilon, search=search)

@@ -43,7 +43,7 @@ def filters(side: int) -> tuple[Tensor, Tensor]:
     angles = [(ANGLES // 2 - 1 - k) * math.pi / ANGLES for k in range(ANGLES)]
     waves = torch.stack([torch.stack([_morlet(side, scale, a) for a in angles]) for scale in range(SCALES)])
     blur = _gabor(side, 0.8 * 2 ** (SCALES - 1), 0.0, 0.0, 1.0)
-    return tuple(torch.fft.fft2(f).real.float() for f in (waves, blur))  # type: ignore[return-value]
+    return tuple(torch.fft.fft2(f).real.float() for f in (waves, blur))
 
 
 def scattering(images: Tensor) -> Tensor:
@@ -57,7 +57,8 @@ def scattering(images: Tensor) -> Tensor:
     waves, blur = (f.to(images.device) for f in filters(side + 2 * STRIDE))
 
     def filtered(x: Tensor, bank: Tensor) -> Tensor:
-        return torch.fft.ifft2(torch.fft.fft2(x) * bank)
+        found: Tensor = torch.fft.ifft2(torch.fft.fft2(x) * bank)
+        return found
 
     first = filtered(padded[:, None, None], waves).abs()  # [bc, scale, angle, ·, ·]
     second = filtered(first[:, 0, :, None], waves[1]).abs()  # only finer, then coarser: the other order is nearly 0

@@ -166,7 +166,7 @@ def imagenette() -> list[Point]:
     rest = [
         ("imagenette", method, change) for change in IMAGENETTE_CHANGES.values() for method in ("non-private", "psac")
     ]
-    large = [("imagenette", method, {}) for method in rules]
+    large: list[Point] = [("imagenette", method, {}) for method in rules]
     return [*small, *(point for point in rest if point not in [*small, *large]), *large]
 
 

@@ -19,7 +19,8 @@ SETTINGS = [(bins, noise) for bins in (10, 20, 40) for noise in (1.0, 5.0, 10.0)
 def noisy_histogram(threshold: Any, state: State, norms: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The threshold's own observation, with simulated (not secret) noise."""
     counts = threshold.observe(state, torch.tensor(norms), EVERYONE).numpy()
-    return counts + rng.normal(0, threshold.histogram_noise, len(counts))
+    noisy: np.ndarray = counts + rng.normal(0, threshold.histogram_noise, len(counts))
+    return noisy
 
 
 def percentiles(trials: int = 200, seed: int = 0) -> dict[str, Any]:

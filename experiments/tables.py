@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,7 +264,7 @@ def _printed(mean: float, spread: float | None) -> str:
     return f"{mean:.2f}" if spread is None else f"{mean:.2f} ± {spread:.2f}"
 
 
-TABLES = {
+TABLES: dict[str, Callable[..., str]] = {
     "tuning": tuning_table,
     "models": models_table,
     "P2": partial(papers_table, P2),
