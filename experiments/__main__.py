@@ -44,6 +44,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "mixture": analysis.mixture,
     "automatic": theory.automatic,
     "bound_parts": theory.bound_parts,
+    "rates": theory.rates,
     "similarity": similarity.similarity,
 }
 

@@ -13,7 +13,7 @@ from .papers import LABELS
 from .results_io import RESULTS, load
 from .sweeps import KNOBS, RATES
 from .tables import heatmap_cells, tuned
-from .theory_figures import automatic_figure, bound_figure, lazy_figure, mixture_figure, parts_figure
+from .theory_figures import automatic_figure, bound_figure, lazy_figure, mixture_figure, parts_figure, rate_figure
 
 SIGNS = {"r": "r", "gamma": "γ", "clip_norm": "C"}
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
@@ -202,6 +202,7 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "P5": ("lazy", lazy_figure),
     "P6": ("bias", norm_figure),
     "P_bound": ("bound", bound_figure),
+    "A5": ("rates", rate_figure),
     "A6": ("automatic", automatic_figure),
     "A7": ("bound_parts", parts_figure),
     "A12": ("mixture", mixture_figure),

@@ -233,9 +233,9 @@ def missing(results: Path = RESULTS) -> str:
     ]
     lines += [
         "- GLUE but SST-2 and CelebA: no data here.",
-        "- A tables 3 and 5–10, figures A 5, 14, 15 and D 4–7, the bound of D, the second branch of P's: not drawn. Of "
-        "A 5, 14, 15, D 4 and 8–11 and of D's theorem 3 we had no description; A7 shows the quantities of theorems 4 "
-        "and 6 that A 6–11 are about, and `dc_knobs` stands in the place of D 8–11.",
+        "- A tables 3 and 5–10, figures A 14, 15 and D 4–7, the bound of D, the second branch of P's: not drawn. Of "
+        "A 14, 15, D 4 and 8–11 and of D's theorem 3 we had no description; A5 and A7 show the quantities of theorems "
+        "4 to 6 that A 5–11 are about, in panels of our own, and `dc_knobs` stands in the place of D 8–11.",
     ]
     return "\n".join(lines)
 

@@ -84,3 +84,31 @@ def bound_parts(xi: float = 1.0, gamma: float = 1.0) -> dict[str, Any]:
             for g in (1.0, 0.01, 0.0)
         },
     }
+
+
+def descent(steps: Array, share: float) -> Array:
+    """The x of theorem 5, where (L₀ − L*)·L = 1: 4√(1/T + d/(μn)²). `share` is what a fixed budget μ leaves."""
+    return 4 * np.sqrt(1 / steps + share)
+
+
+def plain_rate(steps: Array, xi: float, batch: int) -> Array:
+    """Ordinary SGD at rate 1/(L√T), where (L₀ − L*)·L = 1: T^(−1/4)·√(2 + ξ²/B) bounds the least gradient norm."""
+    bound: Array = steps**-0.25 * np.sqrt(2 + xi**2 / batch)
+    return bound
+
+
+def rates(xi: float = 1.0, gamma: float = 0.01, batch: int = 256) -> dict[str, Any]:
+    """A figure 5: bounds of AUTO-V and AUTO-S against T at several budgets, and of ordinary SGD."""
+    steps = np.logspace(2, 14, 49)
+    kinds = {"AUTO-V": lambda x: normalised_bound(x, xi), "AUTO-S": lambda x: smooth_bound(x, xi, gamma)}
+    return {
+        "xi": xi,
+        "gamma": gamma,
+        "batch": batch,
+        "steps": _short(steps),
+        "private": {
+            name: {f"{s:g}": _short(np.array([bound(x) for x in descent(steps, s).tolist()])) for s in (1e-4, 1e-8, 0)}
+            for name, bound in kinds.items()
+        },
+        "plain": _short(plain_rate(steps, xi, batch)),
+    }

@@ -87,3 +87,23 @@ def parts_figure(found: dict[str, Any]) -> Any:
     axes[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 1.02))
     figure.suptitle(f"A, theorems 4 and 6: ξ = {found['xi']:g}, γ = {found['gamma']:g} unless said", y=1.03)
     return figure
+
+
+def rate_figure(found: dict[str, Any]) -> Any:
+    """A figure 5: how the bounds of AUTO-V and AUTO-S fall with the steps at a fixed budget, and beside SGD."""
+    figure, axes = panels(3, sharey=True)
+    for axis, (name, curves) in zip(axes, found["private"].items(), strict=False):
+        for color, (share, values) in zip(LINES, curves.items(), strict=False):
+            label = f"d/(μn)² = {share}" if share != "0" else "no noise"
+            axis.plot(found["steps"], values, color=color, label=label)
+        axes[2].plot(found["steps"], curves["0"], color=COLORS[list(found["private"]).index(name)], label=name)
+        axis.set_title(name if name == "AUTO-V" else f"{name}, γ = {found['gamma']:g}")
+    axes[2].plot(found["steps"], found["plain"], "k--", lw=1, label=f"SGD, B = {found['batch']}")
+    axes[2].set_title("no noise, beside SGD")
+    for axis in axes:
+        axis.axhline(found["xi"], color="black", lw=0.5, ls=":")
+        axis.set(xscale="log", yscale="log", xlabel="steps T")
+        axis.legend(frameon=False, fontsize=8, loc="lower left")
+    axes[0].set_ylabel("bound on the least gradient norm")
+    figure.suptitle(f"A, theorems 4 to 6 and SGD's own: ξ = {found['xi']:g} (dotted), (L₀ − L*)·L = 1", y=1.02)
+    return figure

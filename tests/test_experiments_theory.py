@@ -36,6 +36,37 @@ def test_the_inverse_inverts_where_it_is_finite():
     assert math.isinf(values[-1])
 
 
+def test_at_a_fixed_budget_the_bounds_stop_and_without_noise_autos_falls_as_fast_as_sgd():
+    found = theory.rates()
+    steps, curves = np.array(found["steps"]), found["private"]
+    for ys in (curves["AUTO-S"]["0"], found["plain"]):
+        slope = np.polyfit(np.log(steps[-8:]), np.log(ys[-8:]), 1)[0]
+        assert slope == pytest.approx(-0.25, abs=0.01)
+    assert min(curves["AUTO-V"]["0"]) >= found["xi"]
+    for name, bound in (
+        ("AUTO-S", lambda x: theory.smooth_bound(x, found["xi"], found["gamma"])),
+        ("AUTO-V", lambda x: theory.normalised_bound(x, found["xi"])),
+    ):
+        ends = [curves[name][share][-1] for share in ("0.0001", "1e-08", "0")]
+        assert ends == sorted(ends, reverse=True)
+        assert ends[0] == pytest.approx(bound(4 * math.sqrt(1e-4)), rel=1e-3)
+
+
+def test_sgd_stays_within_its_bound():
+    """½‖w‖² from a distance of √2 (so that L₀ − L* = 1), with gradient noise of variance ξ²/B."""
+    rng, xi, batch = np.random.default_rng(0), 1.0, 4
+    for steps in (10, 1_000):
+        least = []
+        for _ in range(200):
+            w, seen = np.array([math.sqrt(2), 0.0]), []
+            for _ in range(steps):
+                seen.append(float(np.linalg.norm(w)))
+                w = w - (w + rng.normal(0, xi / math.sqrt(2 * batch), 2)) / math.sqrt(steps)
+            least.append(seen)
+        expected = np.mean(least, axis=0).min()
+        assert expected <= theory.plain_rate(np.array([float(steps)]), xi, batch)[0]
+
+
 def test_normalised_gradients_stop_between_two_groups_and_plain_ones_do_not():
     found = analysis.mixture(2_000)
     at = next(i for i, t in enumerate(found["thetas"]) if abs(t - 1) < 0.06)
