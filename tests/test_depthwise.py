@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
+from clipwise.engine import contributions
 from clipwise.engine.depthwise import depthwise_gradient
 from clipwise.engine.static import static
 
@@ -69,6 +70,21 @@ def test_an_examples_gradient_does_not_depend_on_how_many_others_there_are(name)
     for size in (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65):
         part = depthwise_gradient(x[:size], grad[:size], kernel, stride, dilation)
         assert torch.equal(part, whole[:size]), size
+
+
+@pytest.mark.parametrize("as_compiled", [False, True])
+def test_patches_come_a_few_examples_at_a_time_and_a_graph_has_few_parts(as_compiled, monkeypatch):
+    monkeypatch.setattr(contributions, "_PART", (1, 1))
+    made, real = [], contributions.Unfolded.parts
+    monkeypatch.setattr(contributions.Unfolded, "parts", lambda use: made.append(list(real(use))) or iter(made[-1]))
+    model, data = nn.Conv2d(2, 3, 4, padding=2).double(), torch.randn(19, 2, 7, 6, dtype=torch.float64)
+    losses = lambda m, x: m(x).square().flatten(1).sum(1)  # noqa: E731
+    with static() if as_compiled else nullcontext():
+        out = cw.clipped_sum(model, losses, data, cw.Abadi(), 0.3)
+    assert [len(parts) for parts in made] == [7 if as_compiled else 19]  # three examples each, or one
+    total, norms = brute.clipped(brute.gradients(model, losses, data), "Abadi", 0.3)
+    assert torch.allclose(out.norms, norms, rtol=1e-10)
+    assert brute.distance(dict(out.grads), total) <= 1e-10 * brute.norm(total)
 
 
 def test_a_bad_example_leaves_the_others_alone():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._types import sum_dtype
 from .products import cut, precision_of, product
+from .static import is_static
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Unfolded:
         size, groups, positions, _ = self.left.shape
         copies = self.input.shape[0] // size
         rows = max(1, _PART[self.left.device.type != "cpu"] // (groups * positions * self.width))
+        if is_static():
+            rows = max(rows, -(-size // _PARTS))
         for i in range(0, size, rows):
             yield Outer(self.left[i : i + rows], self.unfold(self.input[i * copies : (i + rows) * copies]))
 
@@ -95,6 +98,7 @@ class Rows:
 
 
 Contribution = Dense | Outer | Unfolded | Rows
+_PARTS = 8  # at most in a graph: a compiler takes time for each
 _PART = (2**20, 2**26)  # entries of the patches that are made at a time: on a CPU they stay in its caches
 
 
