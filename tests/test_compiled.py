@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,7 +285,7 @@ def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
     model, rule, made = Words(), cw.PSAC(), []
     groups = rule.groups(list(trainable(model)))
     real = F.pad
-    monkeypatch.setattr(F, "pad", lambda *a, **k: made.append(1) or real(*a, **k))
+    monkeypatch.setattr(F, "pad", lambda x, *a, **k: (x.dim() < 3 and made.append(1)) or real(x, *a, **k))
 
     def step(data, mask, scale):
         return clip(engine_gradients(model, losses, data, len(mask)), rule, scale, groups, mask)
@@ -341,3 +342,45 @@ def test_factors_as_tensor_cores_take_them(cuts, convolutions, monkeypatch):
         assert (found[name] - value).norm() <= far * value.norm(), name
     if cuts:  # each factor has 11 bits, and the sums are those of the numbers that norms were taken of
         assert any(not torch.equal(found[name], value) for name, value in truth.items())
+
+
+class Opaque:
+    """Shows nothing of what it holds."""
+
+    def __repr__(self):
+        return "Opaque"
+
+
+def test_what_is_no_tensor_counts_whole_or_is_refused():
+    """A graph keeps such values: none may pass for another. A long array's repr leaves out its middle."""
+    model, keep = nn.Linear(4, 1, bias=False), torch.ones(1200, dtype=torch.bool)
+    x = torch.ones(1200, 4)
+
+    def step(data, mask, scale):
+        weighted = lambda m, b: m(b["x"])[:, 0] * torch.from_numpy(b["w"])  # noqa: E731
+        return clip(engine_gradients(model, weighted, data, 1200), cw.Abadi(), scale, [("weight",)], mask)
+
+    compiled = Compiled(model, step)
+    for value in (0.0, 1.0):
+        weights = np.ones(1200, np.float32)
+        weights[500] = value
+        data = {"x": x, "w": weights}
+        assert_same(compiled(data, keep, 1e9), step(data, keep, 1e9))
+    with pytest.raises(errors.UnsupportedOp, match="holds a Opaque"):
+        compiled({"x": x, "w": weights, "more": Opaque()}, keep, 1e9)
+
+
+@pytest.mark.parametrize("microbatch", [None, 12])
+def test_records_that_lie_otherwise_in_memory(microbatch):
+    """A collate function that turns images: what is compiled before the first private batch fits all of them."""
+    model = nn.Sequential(nn.Conv2d(3, 5, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(80, 3))
+    images, labels = torch.randn(60, 10, 10, 3), torch.arange(60) % 3
+
+    def collate(records):
+        x, y = torch.utils.data.default_collate(records)
+        return x.permute(0, 3, 1, 2), y
+
+    training = make(model, compile=True, microbatch=microbatch)
+    for batch in training.batches(torch.utils.data.TensorDataset(images, labels), collate_fn=collate):
+        training.step(batch)
+    assert len(training._compiled.warm_up) <= 2  # a batch that fills its rows comes as the collate function made it

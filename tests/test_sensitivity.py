@@ -16,7 +16,7 @@ from torch import nn
 import clipwise as cw
 from clipwise.clipping import engine_gradients
 from clipwise.engine import reduce
-from clipwise.engine.contributions import Outer
+from clipwise.engine.contributions import Outer, materialise
 from clipwise.engine.products import cut
 from clipwise.engine.reduce import OuterGrad, reduce_uses, squares
 
@@ -431,3 +431,13 @@ def test_copies_of_one_record_at_the_clip_norm(rule, size):
         less, more = found(size, clip_norm), found(size + 1, clip_norm)
         change = sum(float((more.grads[k] - less.grads[k]).double().square().sum()) for k in less.grads) ** 0.5
         assert change <= more.sensitivity
+
+
+def test_one_record_alone_has_the_gradient_that_it_has_among_others():
+    torch.manual_seed(0)
+    for p, d, t in ((6, 25, 784), (3, 7, 9), (16, 64, 196), (1, 1, 2)):
+        left, right = torch.randn(5, 1, t, p), torch.randn(5, 1, t, d)
+        whole = materialise(Outer(left, right), (p, d))
+        torch.testing.assert_close(whole, left[:, 0].mT @ right[:, 0], rtol=1e-4, atol=1e-4)
+        for rows in (1, 2, 3):
+            assert torch.equal(materialise(Outer(left[-rows:], right[-rows:]), (p, d)), whole[-rows:])

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..batch import map_tensors, tensors
+from ..batch import map_tensors, padded_slice, tensors
 from ..errors import ClipwiseError, UnsupportedOp
 from .probes import made_record
 from .products import exact_products
@@ -29,6 +31,7 @@ from .state import kept_state, restore_state
 from .static import static, take_assumed
 
 Step = Callable[[Any, Tensor, Tensor], tuple[dict[str, Tensor], Tensor]]
+_SHOWN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)  # whole by repr
 _MOST = 8  # shapes, beyond which compiling costs more than it saves
 
 
@@ -42,11 +45,10 @@ class Compiled:
         self.warm_up: list[float] = []
 
     def _key(self, data: Any, given: list[Tensor]) -> Any:
-        shapes = tuple((x.shape, x.dtype, x.device) for x in given)
-        constants = repr(map_tensors(data, lambda x: x.new_empty(0, device="cpu", dtype=torch.bool)))
+        shapes = tuple((x.shape, _steps(x), x.dtype, x.device) for x in given)
         held = (*self._model.parameters(), *self._model.buffers())
         memory = tuple((x.data_ptr(), x.requires_grad) for x in held)
-        return shapes, constants, memory, tuple(m.training for m in self._model.modules())
+        return shapes, _constants(data), memory, tuple(m.training for m in self._model.modules())
 
     def __call__(self, data: Any, mask: Tensor, number: float, keep: bool = True) -> tuple[dict[str, Tensor], Tensor]:
         """As the step itself. Without `keep`, a CUDA graph's results hold until the next call only."""
@@ -74,7 +76,8 @@ class Compiled:
         if self._ready:
             return
         made = collate([made_record(like, 1)])
-        wide = map_tensors(made, lambda x: x.to(device or x.device).expand(rows, *x.shape[1:]).contiguous())
+        wide, _ = padded_slice(made, 0, 1, rows, 1)  # as private records will come, and lie in memory
+        wide = map_tensors(wide, lambda x: x.to(device or x.device))
         self(wide, torch.ones(rows, dtype=torch.bool), 1.0)
 
     def _looked_at(self, data: Any, mask: Tensor, threshold: Tensor) -> None:
@@ -89,8 +92,9 @@ class Compiled:
     def _compiled(self, data: Any, given: list[Tensor], mask: Tensor, threshold: Tensor) -> Callable[..., Any]:
         if len(self._ready) >= _MOST:
             raise UnsupportedOp(
-                f"compile=True has met more than {_MOST} shapes of batches, and each is compiled anew. Pad every batch "
-                "to the same length in the collate function, or leave compile=True out."
+                f"compile=True has met more than {_MOST} shapes of batches, or values in them that are no "
+                "tensors, and each is compiled anew. Pad every batch to the same length in the collate function, make "
+                "tensors of what differs between records, or leave compile=True out."
             )
         began = time.perf_counter()
         names: list[str] = []
@@ -126,6 +130,31 @@ class Compiled:
         self.warm_up.append(time.perf_counter() - began)
         order = tuple(names)
         return lambda *inputs: (order, *backend(*inputs))
+
+
+def _steps(x: Tensor) -> tuple[int, ...]:
+    """How it lies in memory; an axis of one entry lies anyhow."""
+    return tuple(step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+
+
+def _constants(data: Any) -> Any:
+    """All of a batch that is no tensor, whole: a compiled step keeps it as it was."""
+    if isinstance(data, Tensor):
+        return Tensor
+    if isinstance(data, np.ndarray):
+        return data.dtype.str, data.shape, data.tobytes()
+    if isinstance(data, Mapping):
+        return tuple((repr(key), _constants(item)) for key, item in data.items())
+    if isinstance(data, (list, tuple)):
+        return type(data), tuple(map(_constants, data))
+    if is_dataclass(data) and not isinstance(data, type):
+        return type(data), tuple(_constants(getattr(data, name)) for name in data.__dataclass_fields__)
+    if isinstance(data, _SHOWN):
+        return type(data), repr(data)
+    raise UnsupportedOp(
+        f"compile=True: a batch holds a {type(data).__name__}, which a compiled step would keep as it first was. Make "
+        "a tensor of it in the collate function, or leave compile=True out."
+    )
 
 
 def _apart(values: list[Tensor]) -> list[Tensor]:

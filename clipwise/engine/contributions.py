@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._types import sum_dtype
@@ -83,8 +84,8 @@ class Unfolded:
         size, groups, positions, _ = self.left.shape
         copies = self.input.shape[0] // size
         rows = max(1, _PART[self.left.device.type != "cpu"] // (groups * positions * self.width))
-        if is_static():
-            rows = max(rows, -(-size // _PARTS))
+        if is_static() and self.left.device.type == "cpu":
+            rows = max(rows, min(-(-size // _PARTS), _MOST // (groups * positions * self.width)))
         for i in range(0, size, rows):
             yield Outer(self.left[i : i + rows], self.unfold(self.input[i * copies : (i + rows) * copies]))
 
@@ -98,7 +99,8 @@ class Rows:
 
 
 Contribution = Dense | Outer | Unfolded | Rows
-_PARTS = 8  # at most in a graph: a compiler takes time for each
+_PARTS, _MOST = 8, 2**24  # parts in a graph, which a compiler takes time for, as long as each has no more entries
+_LINE = 16  # entries of a line of the cache
 _PART = (2**20, 2**26)  # entries of the patches that are made at a time: on a CPU they stay in its caches
 
 
@@ -143,7 +145,7 @@ def _unfolded(use: Unfolded, look: Callable[[Tensor], None] | None) -> Tensor:
         else:
             made.append(whole[done : done + len(part.left)])
             left, right = (_wide(x).flatten(0, 1) for x in (part.left, part.right))
-            torch.bmm(left.mT, right, out=made[-1].flatten(0, 1))
+            _alike(left.mT, right, made[-1].flatten(0, 1))
         if look is not None:
             look(made[-1])
         done += len(part.left)
@@ -153,8 +155,30 @@ def _unfolded(use: Unfolded, look: Callable[[Tensor], None] | None) -> Tensor:
 def _product(use: Outer) -> Tensor:
     """[b, g, p, d]; in any precision: what is measured is what is summed."""
     left, right = use.left.flatten(0, 1), use.right.flatten(0, 1)
-    made = product(left.mT, right, sum_dtype(left.dtype), precision_of(left, right))
+    if left.device.type == "cpu":
+        made = _alike(_wide(left).mT, _wide(right))
+    else:
+        made = product(left.mT, right, sum_dtype(left.dtype), precision_of(left, right))
     return made.reshape(*use.left.shape[:2], *made.shape[1:])
+
+
+def _alike(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """[b, p, t] @ [b, t, d] on a CPU: each product the same to the last bit, wherever it lies and whoever is beside it.
+
+    Libraries have other kernels for one matrix alone, and for one that begins in the middle of a line of the cache.
+    What cancels within an example is then rounded otherwise, and where little else is left, nothing bounds the change.
+    """
+    (size, p, t), d = left.shape, right.shape[2]
+    apart = any(x.stride(0) % _LINE for x in (left, right)) or p * d % _LINE
+    if size > 1 and not apart:
+        return torch.bmm(left, right) if out is None else torch.bmm(left, right, out=out)
+    if apart:
+        left = F.pad(left, (0, -t % _LINE, 0, -p % _LINE))
+        right = F.pad(right, (0, 0, 0, -t % _LINE))
+    if size == 1:
+        left, right = (torch.cat([x, x]) for x in (left, right))
+    made = torch.bmm(left, right)[:size, :p]
+    return made if out is None else out.copy_(made)
 
 
 def merge_outer(uses: Sequence[Outer]) -> Outer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import brute
@@ -18,13 +19,14 @@ from small_runs import RULES, X, Y, losses, network, run, summed, weights
 from torch import nn
 
 import clipwise as cw
-from clipwise.clipping import engine_gradients
+from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine import contributions, conv, reduce
 from clipwise.engine.contributions import Outer
 from clipwise.engine.ops import OP_RULES
 from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import cut
 from clipwise.engine.reduce import OuterGrad
+from clipwise.engine.static import static
 
 
 def moved(model, loss_fn, data, extra, rule, clip_norm=1.0):
@@ -97,6 +99,33 @@ def test_02b_cancelling_positions(dtype, width):
     for rule in (cw.AutoS(), cw.AutoV(), cw.Abadi(), cw.PSAC()):
         for record in cancelling:
             assert moved(model, loss, (others,), (record[None],), rule, 0.1) <= 1
+
+
+CANCELLING = [nn.Conv2d(1, 2, 7, bias=False), nn.Conv2d(3, 5, 3), nn.Linear(49, 2), nn.Linear(5, 7)]
+
+
+@pytest.mark.parametrize("as_compiled", [False, True])
+@pytest.mark.parametrize("model", CANCELLING, ids=repr)
+def test_02b_where_a_record_lies_does_not_matter_even_if_all_of_it_cancels(model, as_compiled):
+    """Its gradient is then rounding alone, and clipped to C: were it another in the next row, nothing would hold."""
+    torch.manual_seed(0)
+    is_conv, positions, size = isinstance(model, nn.Conv2d), 196, 64
+    sides = (model.in_channels, *(n + 13 for n in model.kernel_size)) if is_conv else (positions, model.in_features)
+    half = 1e9 * torch.randn(model.weight.shape[0], positions // 2)
+    cancels = torch.cat([half, -half], 1)[:, torch.randperm(positions)]
+    cancels = cancels.view(-1, 14, 14) if is_conv else cancels.mT
+
+    def total(first):
+        """Every second record cancels, the others are zero; or the same with one zero record more in front."""
+        factors = torch.zeros(size, *cancels.shape)
+        factors[first : first + size - 1 : 2] = cancels
+        with static() if as_compiled else nullcontext():
+            weighted = lambda m, b: (m(b[0]) * b[1]).flatten(1).sum(1)  # noqa: E731
+            found = engine_gradients(model, weighted, (torch.ones(size, *sides), factors), size)
+            return clip(found, cw.Abadi(), 1.0, cw.Abadi().groups(list(trainable(model))))[0]
+
+    one, other = total(0), total(1)
+    assert max(float((one[name] - other[name]).norm()) for name in one) <= 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
