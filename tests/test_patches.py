@@ -141,9 +141,9 @@ def test_strips_of_a_few_images_at_a_time(name, part, monkeypatch):
 def test_factors_of_derived_weights_are_cut_as_well():
     """A weight norm's gradient is made first and then pushed back: of the same numbers as any other."""
     seen = []
-    real = contributions.product
+    real = contributions._alike
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contributions, "product", lambda a, b, *rest: seen.extend((a, b)) or real(a, b, *rest))
+        patch.setattr(contributions, "_alike", lambda a, b, *rest: seen.extend((a, b)) or real(a, b, *rest))
         model = nn.utils.parametrizations.weight_norm(nn.Linear(12, 7, bias=False))
         engine_gradients(model, lambda m, b: m(b).square().sum((1, 2)), torch.randn(3, 5, 12), 3)
     assert seen
