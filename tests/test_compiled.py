@@ -366,8 +366,9 @@ def test_what_is_no_tensor_counts_whole_or_is_refused():
         weights[500] = value
         data = {"x": x, "w": weights}
         assert_same(compiled(data, keep, 1e9), step(data, keep, 1e9))
-    with pytest.raises(errors.UnsupportedOp, match="holds a Opaque"):
-        compiled({"x": x, "w": weights, "more": Opaque()}, keep, 1e9)
+    for more, name in ((Opaque(), "Opaque"), (np.array([Opaque()]), "ndarray")):
+        with pytest.raises(errors.UnsupportedOp, match=f"holds a {name}"):
+            compiled({"x": x, "w": weights, "more": more}, keep, 1e9)
 
 
 @pytest.mark.parametrize("microbatch", [None, 12])

@@ -141,7 +141,7 @@ def _constants(data: Any) -> Any:
     """All of a batch that is no tensor, whole: a compiled step keeps it as it was."""
     if isinstance(data, Tensor):
         return Tensor
-    if isinstance(data, np.ndarray):
+    if isinstance(data, np.ndarray) and not data.dtype.hasobject:
         return data.dtype.str, data.shape, data.tobytes()
     if isinstance(data, Mapping):
         return tuple((repr(key), _constants(item)) for key, item in data.items())

@@ -169,7 +169,8 @@ def _alike(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     What cancels within an example is then rounded otherwise, and where little else is left, nothing bounds the change.
     """
     (size, p, t), d = left.shape, right.shape[2]
-    apart = any(x.stride(0) % _LINE for x in (left, right)) or p * d % _LINE
+    apart = t * p % _LINE or t * d % _LINE or p * d % _LINE
+    left, right = (x.contiguous() if x.stride(0) % _LINE else x for x in (left, right))
     if size > 1 and not apart:
         return torch.bmm(left, right) if out is None else torch.bmm(left, right, out=out)
     if apart:

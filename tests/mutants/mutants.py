@@ -48,7 +48,7 @@ MUTANTS = [
            "estimate = (total.clamp(min=0) + self.error * reach.square() + self.lost).sqrt()",
            "estimate = total.clamp(min=0).sqrt(); reach = 0 * reach"),
     Mutant("02b", "each example's matrix begins anywhere in memory", "clipwise/engine/contributions.py",
-           "apart = any(x.stride(0) % _LINE for x in (left, right)) or p * d % _LINE", "apart = 0"),
+           "apart = t * p % _LINE or t * d % _LINE or p * d % _LINE", "apart = 0"),
     Mutant("03", "sums in the model's own half precision", "clipwise/_types.py",
            "return torch.float64 if dtype == torch.float64 else torch.float32", "return dtype"),
     Mutant("04", "squares in half precision", "clipwise/engine/reduce.py",
