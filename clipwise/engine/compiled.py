@@ -12,10 +12,11 @@ numbers is found where two traces differ.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -177,12 +178,23 @@ def _most_memory(run: Callable[[], Any]) -> int:
 
 def _one_piece(size: int, stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.MemPool | None:
     """Memory for a graph that is captured on `stream`: pieces of many sizes would leave gaps. Where torch can do so."""
-    if torch.cuda.get_allocator_backend() != "native":
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if torch.cuda.get_allocator_backend() != "native" or "max_split_size_mb" in settings:  # then it is never split
         return None
     pool = torch.cuda.MemPool()
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
         torch.empty(size, dtype=torch.uint8, device=device)
     return pool
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """What cuBLAS works in lies in the graph's memory, and goes with it. Left to torch, it would keep that memory."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class _Replayed:
@@ -199,9 +211,7 @@ class _Replayed:
         self._pool = _one_piece(most, capture := torch.cuda.Stream(), inputs[-1].device)
         self._graph = torch.cuda.CUDAGraph()
         handle: Any = None if self._pool is None else self._pool.id
-        with torch.cuda.graph(
-            self._graph, pool=handle, stream=capture
-        ):  # its own: what libraries keep for it is inside
+        with _own_workspaces(), torch.cuda.graph(self._graph, pool=handle, stream=capture):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:

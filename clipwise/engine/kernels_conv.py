@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_cuda import fill_bounds
+from .kernels_cuda import fill_bounds, pair_of_tiles, store_pair
 
 
 @triton.jit
@@ -196,14 +196,8 @@ def _patch_sums(
     TILE: tl.constexpr,
 ):
     """As `_gram` (kernels_cuda.py) from inner products of outputs and of inputs, those of patches added up here."""
-    image, pair = tl.program_id(0), tl.program_id(1)
-    images, pairs = tl.num_programs(0), tl.num_programs(1)
-    i, j = 0, pair
-    while j >= tiles - i:
-        j -= tiles - i
-        i += 1
-    j += i
-    t = tl.arange(0, TILE)
+    image, t = tl.program_id(0), tl.arange(0, TILE)
+    i, j = pair_of_tiles(tl.program_id(1), tiles)
     rows, columns = i * TILE + t, j * TILE + t
     inside = (rows < positions)[:, None] & (columns < positions)[None, :]
     own += image.to(tl.int64) * positions * positions
@@ -218,17 +212,7 @@ def _patch_sums(
         second = (v >= 0) & (v < height) & (u >= 0) & (u < width)
         here = seen + (y * width + x).to(tl.int64)[:, None] * inputs + (v * width + u)[None, :]
         b += tl.load(here, inside & first[:, None] & second[None, :], other=0.0)
-    if i == j:
-        same = t[:, None] == t[None, :]
-        row = squares + image.to(tl.int64) * positions + rows
-        tl.store(row, tl.sum(tl.where(same, a, 0.0), axis=1), rows < positions)
-        tl.store(row + images.to(tl.int64) * positions, tl.sum(tl.where(same, b, 0.0), axis=1), rows < positions)
-    times = tl.where(i == j, 1.0, 2.0).to(tl.float64)
-    to = sums + image * pairs + pair
-    wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
-    tl.store(to, times * tl.sum(wide_a * wide_b))
-    tl.store(to + images * pairs, times * tl.sum(wide_a * wide_a))
-    tl.store(to + 2 * images * pairs, times * tl.sum(wide_b * wide_b))
+    store_pair(a, b, i, j, sums, squares, positions, TILE)
 
 
 def patch_bound(left, x, kernel, stride, before, dilation, out, errors: list[float]) -> Tensor:

@@ -50,34 +50,48 @@ def _tile(
 
 
 @triton.jit
-def _gram(
-    left, right, sums, squares, positions, p, d, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
-):
-    """One pair of tiles (i ≤ j) of one example: Σ a·b, Σ a², Σ b²; and, for i = j, the diagonals."""
-    example, pair = tl.program_id(0), tl.program_id(1)
-    examples, pairs = tl.num_programs(0), tl.num_programs(1)
+def pair_of_tiles(pair, tiles):
+    """The i and j ≥ i of a pair's number."""
     i, j = 0, pair
     while j >= tiles - i:
         j -= tiles - i
         i += 1
-    j += i
+    return i, i + j
+
+
+@triton.jit
+def store_pair(a, b, i, j, sums, squares, positions, TILE: tl.constexpr):
+    """Of tiles (i, j) of A and B of this program's example: Σ a·b, Σ a², Σ b²; and, for i = j, the diagonals."""
+    example, pair = tl.program_id(0), tl.program_id(1)
+    examples, pairs = tl.num_programs(0), tl.num_programs(1)
     if i == j:
-        a = _tile(left, example, i * TILE, i * TILE, p, True, TILE, DEPTH, PRECISION)
-        b = _tile(right, example, i * TILE, i * TILE, d, True, TILE, DEPTH, PRECISION)
         t = tl.arange(0, TILE)
         same, inside = t[:, None] == t[None, :], i * TILE + t < positions
         row = squares + example.to(tl.int64) * positions + i * TILE + t
         tl.store(row, tl.sum(tl.where(same, a, 0.0), axis=1), inside)
         tl.store(row + examples.to(tl.int64) * positions, tl.sum(tl.where(same, b, 0.0), axis=1), inside)
-    else:
-        a = _tile(left, example, i * TILE, j * TILE, p, False, TILE, DEPTH, PRECISION)
-        b = _tile(right, example, i * TILE, j * TILE, d, False, TILE, DEPTH, PRECISION)
     times = tl.where(i == j, 1.0, 2.0).to(tl.float64)
     place = sums + example * pairs + pair
     wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
     tl.store(place, times * tl.sum(wide_a * wide_b))
     tl.store(place + examples * pairs, times * tl.sum(wide_a * wide_a))
     tl.store(place + 2 * examples * pairs, times * tl.sum(wide_b * wide_b))
+
+
+@triton.jit
+def _gram(
+    left, right, sums, squares, positions, p, d, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One pair of tiles (i ≤ j) of one example."""
+    example = tl.program_id(0)
+    i, j = pair_of_tiles(tl.program_id(1), tiles)
+    if i == j:
+        a = _tile(left, example, i * TILE, i * TILE, p, True, TILE, DEPTH, PRECISION)
+        b = _tile(right, example, i * TILE, i * TILE, d, True, TILE, DEPTH, PRECISION)
+    else:
+        a = _tile(left, example, i * TILE, j * TILE, p, False, TILE, DEPTH, PRECISION)
+        b = _tile(right, example, i * TILE, j * TILE, d, False, TILE, DEPTH, PRECISION)
+    store_pair(a, b, i, j, sums, squares, positions, TILE)
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
