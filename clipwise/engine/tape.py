@@ -1,10 +1,9 @@
 """The tape: watches a forward pass and records every use of a trained parameter.
 
-A TorchFunctionMode sees each op. A tensor is a parameter, derived from parameters alone, data (it
-depends on the batch) or a constant. Where parameter and data meet, the op runs with the parameter
-detached, and the tape keeps the op's input and the gradient edge of its output. One backward pass to
-all edges then gives every per-example gradient. Nothing hangs on tensors, modules or parameters, and
-`p.grad` is untouched.
+A TorchFunctionMode sees each op. A tensor is a parameter, derived from parameters alone, data (it depends on the batch)
+or a constant. Where parameter and data meet, the op runs with the parameter detached, and the tape keeps the op's input
+and the gradient edge of its output. One backward pass to all edges then gives every per-example gradient. Nothing hangs
+on tensors, modules or parameters, and `p.grad` is untouched.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from .gradients import Gradients, check_losses
 from .kinds import BATCHED, BROADCASTS, JOINS, LOOKS_ONLY, MATMULS
 from .op_rule import Call, OpRule
 from .ops import OP_RULES, bind, works_on_rows
+from .pooling import quicker
 from .prepared import prepared, uses_of
 from .products import exact_products
 from .recompute import no_recompute
@@ -115,7 +115,7 @@ class Tape(TorchFunctionMode):
             check_op(func, name, args, kwargs)
         unordered = data and self._seen.loses_order(name, args, kwargs, given)
         if not trained or not torch.is_grad_enabled():
-            out = func(*args, **kwargs)
+            out = quicker(func)(*args, **kwargs)
             if data:
                 self._blind.update(n for t in trained for n in t.names)
         elif not data:
