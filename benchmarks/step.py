@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise as cw
+from clipwise.engine import pooling
 from clipwise.noise import NoiseSource
 
 
@@ -134,6 +135,19 @@ def noise_step(make: Callable[[], nn.Module]) -> Callable[[], None]:
     return step
 
 
+def with_torchs_pooling(step: Callable[[], None]) -> Callable[[], None]:
+    """The same without engine/pooling.py: what of a ratio is not privacy."""
+
+    def plainly() -> None:
+        ours, pooling.OPS = pooling.OPS, ()
+        try:
+            step()
+        finally:
+            pooling.OPS = ours
+
+    return plainly
+
+
 def opacus_step(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], ghost: bool) -> Callable[[], None]:
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader, TensorDataset
@@ -184,6 +198,8 @@ def measured(rounds: int, both: bool) -> dict[str, dict[str, Any]]:
     for name, (make, batch) in work().items():
         steps = {"plain": plain_step(make, batch, both), "clipwise": clipwise_step(make, batch, both)}
         steps["of it noise"] = noise_step(make)
+        if any(isinstance(m, nn.MaxPool2d) for m in make().modules()) and not both:
+            steps["with torch's max pooling"] = with_torchs_pooling(clipwise_step(make, batch))
         try:
             if both:
                 raise ImportError("it does not compile")

@@ -6,10 +6,10 @@ and 4). D: DC-SGD, table VIII (Adam). P gives no number without privacy: those o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .sweeps import EXAMPLE, QUARTERS, TINY
+from .sweeps import EXAMPLE, QUARTERS, SCALED, TINY
 
 Printed = dict[str, tuple[float, float | None]]
 
@@ -144,6 +144,41 @@ NAMES_READ = Cell(  # the task as Opacus' public example reads it
     "NAMES, LSTM, ε = 8, bytes between marks, the state after the padding (16 places)",
     D8[-1].printed,
     D8[-1].settings | EXAMPLE | {"model": "lstm-padding"},
+)
+NAMES_RATE = replace(  # 0.001 is Adam's default and not in D's grid of rates
+    NAMES_READ,
+    label=f"{NAMES_READ.label}, lr 0.00128, the next of the paper's grid",
+    settings=NAMES_READ.settings | {"lr": 0.00128},
+)
+_RESNET = next(c for c in D8 if c.recipe == "cifar10_dc" and c.settings == {"epsilon": 8.0})
+RESNET_READ = (  # knobs that D tunes, or does not name
+    *(
+        replace(
+            _RESNET,
+            label=f"{_RESNET.label}, p = {p}",
+            printed={"dc-sgd-p": _RESNET.printed["dc-sgd-p"]},
+            settings=_RESNET.settings | {"percentile": p},
+        )
+        for p in (0.3, 0.7)
+    ),
+    replace(
+        _RESNET,
+        label=f"{_RESNET.label}, γ = 1",
+        printed={"auto-s": _RESNET.printed["auto-s"]},
+        settings=_RESNET.settings | {"gamma": 1.0},
+    ),
+)
+IMAGENETTE_READ = (
+    replace(
+        IMAGENETTE_32,
+        label="imagenette at 32 pixels, the same with a norm after each sum, (8, 1e-4)",
+        settings=TINY | SCALED,
+    ),
+    replace(
+        IMAGENETTE_32,
+        label="imagenette at 32 pixels, a norm after each sum, lr 0.004 falling to 0, (8, 1e-4)",
+        settings=TINY | SCALED | {"lr": 4e-3, "decay": True},
+    ),
 )
 BEYOND = (Cell("adult", "Adult census, logistic regression, (1, 1e-5)", {}),)
 WANTED = {"mnist_best": 98.6, "fashion_mnist_best": 88.0, "cifar10_best": 65.0}  # of the best recipes, set beforehand

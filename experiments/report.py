@@ -14,7 +14,20 @@ from .causes import causes
 from .dc_figures import grid_cells, knob_points
 from .dc_tables import DC_TABLES, SEARCHED, UNTUNED, expected_best, searched
 from .figures import DRAWN
-from .papers import D8, IMAGENETTE, IMAGENETTE_32, LABELS, NAMES_READ, P2, P3, WANTED, Cell
+from .papers import (
+    D8,
+    IMAGENETTE,
+    IMAGENETTE_32,
+    IMAGENETTE_READ,
+    LABELS,
+    NAMES_RATE,
+    NAMES_READ,
+    P2,
+    P3,
+    RESNET_READ,
+    WANTED,
+    Cell,
+)
 from .recipes import RECIPES
 from .results_io import RESULTS, load
 from .runs import rows_of
@@ -193,18 +206,19 @@ def claims(results: Path = RESULTS) -> list[Claim]:
         *(better(cell, "auto-s", "abadi", "D table VIII", results) for cell in mnist_dc),
         *(better(cell, "abadi", "dc-sgd-e", "D table VIII", results) for cell in mnist_dc),
         *(better(cell, "dc-sgd-e", "abadi", "D table VIII", results) for cell in names),
-        *(near(cell, method, 2.0, results) for cell in (names[-1], NAMES_READ) for method in cell.printed),
+        *(near(cell, method, 2.0, results) for cell in (names[-1], NAMES_READ, NAMES_RATE) for method in cell.printed),
         *(better(NAMES_READ, "dc-sgd-e", other, "D table VIII", results) for other in ("abadi", "auto-s")),
-        *(near(cifar[-1], method, 1.5, results) for method in cifar[-1].printed),
+        *(near(cell, method, 1.5, results) for cell in (cifar[-1], *RESNET_READ) for method in cell.printed),
         *(better(cifar[-1], "dc-sgd-e", other, "D table VIII", results) for other in ("abadi", "auto-s")),
         *searched_for(results),
         *turned(results),
         *views(results),
         *(
             near(cell, method, 2.0, results, paper)
-            for cell in (IMAGENETTE, IMAGENETTE_32)
+            for cell in (IMAGENETTE, IMAGENETTE_32, *IMAGENETTE_READ)
             for paper, printed in (("P", cell.printed), ("A", cell.automatic))
             for method in printed
+            if cell not in IMAGENETTE_READ or accuracies(cell.recipe, method, cell.settings, results)
         ),
     ]
 
@@ -217,7 +231,7 @@ def claims_table(found: Sequence[Claim]) -> str:
 
 def missing(results: Path = RESULTS) -> str:
     """What has a recipe and no run, and what has no recipe."""
-    cells = (*P2, *P3, *D8)
+    cells = (*P2, *P3, *D8, NAMES_READ, NAMES_RATE, *RESNET_READ)
     lines = [
         f"- {c.label}: no run." for c in cells if not any(accuracies(c.recipe, m, c.settings, results) for m in LABELS)
     ]

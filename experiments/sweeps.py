@@ -96,6 +96,7 @@ EXAMPLE: dict[str, Any] = {"data": "names_bytes"}  # as the public example of Op
 NAMES_CHANGES: dict[str, dict[str, Any]] = {
     "the state after the padding, not after the last letter": {"model": "lstm-padding"},
     "bytes between marks, the state after the padding, 16 places": EXAMPLE | {"model": "lstm-padding"},
+    "the same, lr 0.00128": EXAMPLE | {"model": "lstm-padding", "lr": 0.00128},
     "the same, lr 0.00256": EXAMPLE | {"model": "lstm-padding", "lr": 0.00256},
     "letters one-hot, not embedded": {"model": "lstm-one-hot"},
     "32 states a layer, not 128": {"model": "lstm-narrow"},
@@ -146,12 +147,16 @@ def paid_for() -> list[Point]:
 
 
 QUARTERS: dict[str, Any] = {"model": "resnet9-2x2"}  # as the public code of Klause et al. has this network
+SCALED: dict[str, Any] = {"model": "resnet9-2x2-scaled"}  # and with a norm after each sum, which they add
 TINY: dict[str, Any] = {"data": "imagenette_32"}
 IMAGENETTE_CHANGES: dict[str, dict[str, Any]] = {
     "96 pixels": {},
     "32 pixels": TINY,
     "32 pixels, the head sees quarters": TINY | QUARTERS,
-    "32 pixels, quarters, a norm after each sum": TINY | {"model": "resnet9-2x2-scaled"},
+    "32 pixels, quarters, a norm after each sum": TINY | SCALED,
+    "32 pixels, quarters, a norm after each sum, lr 0.002": TINY | SCALED | {"lr": 2e-3},
+    "32 pixels, quarters, a norm after each sum, lr 0.002 falling to 0": TINY | SCALED | {"lr": 2e-3, "decay": True},
+    "32 pixels, quarters, a norm after each sum, lr 0.004 falling to 0": TINY | SCALED | {"lr": 4e-3, "decay": True},
     "32 pixels, quarters, lr 0.0005 falling to 0": TINY | QUARTERS | {"decay": True},
     "32 pixels, quarters, lr 0.001": TINY | QUARTERS | {"lr": 1e-3},
     "32 pixels, quarters, lr 0.001 falling to 0": TINY | QUARTERS | {"lr": 1e-3, "decay": True},

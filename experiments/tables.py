@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .papers import A4, A4_SCRATCH, BEYOND, D8, LABELS, NAMES_READ, P2, P3, WANTED, Cell
+from .papers import A4, A4_SCRATCH, BEYOND, D8, LABELS, NAMES_RATE, NAMES_READ, P2, P3, RESNET_READ, WANTED, Cell
 from .recipes import NON_PRIVATE
 from .results_io import RESULTS, load
 from .runs import rows_of
@@ -271,7 +271,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "P3": partial(papers_table, P3),
     "P4": heatmap_table,
     "A4": text_table,
-    "D8": partial(papers_table, (*D8, NAMES_READ)),
+    "D8": partial(papers_table, (*D8, NAMES_READ, NAMES_RATE, *RESNET_READ)),
     "adult": partial(papers_table, BEYOND),
     "best": best_table,
     "choice": choice_table,

@@ -167,6 +167,35 @@ def test_the_small_lstm_says_what_the_padding_takes(tmp_path):
     assert "the length of the padding" not in causes.causes(tmp_path)
 
 
+def test_a_rate_of_the_papers_grid_stands_beside_the_default_one(tmp_path):
+    cell, shift = papers.NAMES_RATE, {"abadi": 0.01, "dc-sgd-p": -0.01, "dc-sgd-e": 0.005, "auto-s": 0.03}
+    rows = [row("abadi", 0, {"epsilon": 8.0}, 0.65), row("auto-s", 0, papers.NAMES_READ.settings, 0.50)]
+    rows += [row("abadi", 0, papers.NAMES_READ.settings, 0.50)]
+    rows += [row(m, 0, cell.settings, cell.printed[m][0] / 100 + by) for m, by in shift.items()]
+    written(tmp_path, "names_dc", rows[:-1])
+    assert "At 0.00128" not in causes.causes(tmp_path)
+    written(tmp_path, "names_dc", rows)
+    found = causes.causes(tmp_path)
+    assert "Abadi +1.00 (n = 1), DC-SGD-P -1.00 (n = 1), DC-SGD-E +0.50 (n = 1), AUTO-S +3.00 (n = 1)." in found
+    assert "and do not prove it" in found
+    claims = {c.text: c.verdict for c in report.claims(tmp_path)}
+    assert claims[f"{cell.label}, AUTO-S: within 2 points of the printed 56.34"] == "above, few seeds"
+
+
+def test_knobs_that_the_paper_tunes_stand_beside_ours(tmp_path):
+    base = {"epsilon": 8.0}
+    rows = [row(m, 0, base, 0.5) | {"clip_norms": [c]} for m, c in (("dc-sgd-p", 60.0), ("dc-sgd-e", 1.5))]
+    rows += [row(m, 0, base, 0.5) for m in ("abadi", "auto-s")]
+    written(tmp_path, "cifar10_dc", rows)
+    assert "40 times the noise" in causes.causes(tmp_path)
+    assert "Against the printed numbers" not in causes.causes(tmp_path)
+    written(tmp_path, "cifar10_dc", [*rows, row("dc-sgd-p", 0, base | {"percentile": 0.3}, 0.5318)])
+    assert "tried on this test set: DC-SGD-P with p = 0.3 -1.00 (n = 1)." in causes.causes(tmp_path)
+    claims = {c.text: (c.found, c.verdict) for c in report.claims(tmp_path)}
+    text = "CIFAR-10, ResNet18, ε = 8, p = 0.3, DC-SGD-P: within 1.5 points of the printed 54.18"
+    assert claims[text] == ("-1.00, n = 1", "holds, few seeds")
+
+
 def test_imagenettes_gap_is_split(tmp_path):
     rows = [row("psac", 0, {}, 0.60), row("non-private", 0, {}, 0.81)]
     written(tmp_path, "imagenette", rows)
@@ -179,7 +208,10 @@ def test_imagenettes_gap_is_split(tmp_path):
         rows += [row("psac", 0, change, private), row("non-private", 0, change, plain)]
     written(tmp_path, "imagenette", rows)
     found = causes.causes(tmp_path)
-    assert "ours against A: not private +1.9 (n = 1); against P: PSAC -2.0 (n = 1); privacy costs 11.0" in found
+    assert (
+        "ours against A: not private +1.9 (n = 1); against P: PSAC -2.0 (n = 1); privacy costs 11.0 with PSAC (n = 1)"
+        in found
+    )
     assert "by -5.0 without privacy and by -1.0 with PSAC (seed 0)" in found
     assert "What was tried" not in found
     lines = tables.imagenette_table(tmp_path).splitlines()
@@ -191,6 +223,14 @@ def test_imagenettes_gap_is_split(tmp_path):
     assert "(seed 0, table `imagenette`): lr 0.001: -1.0." in found
     assert "lies 2.0 points above the last on average (at most 2.0; 1 private runs)" in found
     assert "| 61.00 | 63.00 | not run |  |" in tables.imagenette_table(tmp_path)
+    normed, fast = (cell.settings for cell in papers.IMAGENETTE_READ)
+    rows += [row("auto-s", 0, normed, 0.59), row("auto-s", 0, sweeps.TINY | sweeps.QUARTERS, 0.585)]
+    written(tmp_path, "imagenette", [*rows, row("psac", 1, fast, 0.63)])
+    assert "A norm after each sum of two" not in causes.causes(tmp_path)  # no pair of seeds
+    written(tmp_path, "imagenette", [*rows, row("psac", 0, fast, 0.63)])
+    found = causes.causes(tmp_path)
+    assert "moves AUTO-S by +0.5 (n = 1), to -1.7 from A" in found
+    assert "PSAC lies -1.0 from P, where it lay -2.0 (n = 1)" in found
 
 
 def test_imagenette_stands_beside_both_papers():

@@ -1,25 +1,41 @@
-"""Max pooling in its faster form is max pooling to the last bit."""
+"""Max pooling in its faster form is max pooling to the last bit; windows that see nothing are refused."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+import clipwise as cw
 from clipwise.engine import pooling
-from clipwise.engine.tape import Tape
+from clipwise.errors import UnsupportedOp
 
 
-def both(x, window):
+@pytest.fixture
+def taken(monkeypatch):
+    """Which shapes went the faster way."""
+    found, real = [], pooling._Neighbours.apply
+    monkeypatch.setattr(pooling._Neighbours, "apply", lambda x, w: found.append(x.shape) or real(x, w))
+    return found
+
+
+def bits(x):
+    return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+
+
+def both(x, *args, **kwargs):
+    """What torch gives, and what we do: value and gradient."""
     found = []
     for pool in (F.max_pool2d, pooling.max_pool2d):
         given = x.clone(memory_format=torch.preserve_format).requires_grad_()
-        out = pool(given, *window)
-        weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape)
-        found.append((out, *torch.autograd.grad((out.nan_to_num(0.0, 0.0, 0.0) * weights).sum(), given)))
+        out = pool(given, *args, **kwargs)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+        found.append((out, *torch.autograd.grad(out, given, upstream)))
     return zip(*found, strict=True)
 
 
@@ -38,37 +54,136 @@ def test_values_and_gradients_are_equal_to_the_last_bit(size, kernel, stride, pa
     made = torch.Generator().manual_seed(seed)
     x = torch.randint(-2, 3, size, generator=made).to(torch.float64 if double else torch.float32)  # many are equal
     special = torch.rand(size, generator=made)
-    for odd, share in ((float("nan"), 0.05), (float("inf"), 0.1), (-float("inf"), 0.2)):
+    for odd, share in ((float("nan"), 0.05), (float("inf"), 0.1), (-float("inf"), 0.2), (-0.0, 0.4)):
         x = torch.where((special < share) & (special > share / 2), odd, x)
-    padding = tuple(k // 2 for k in kernel) if padded else 0
-    for plain, quick in both(x, (kernel, stride, padding, dilation, ceil)):
-        assert plain.stride() == quick.stride()
-        assert torch.equal(plain.isnan(), quick.isnan())
-        assert torch.equal(plain.nan_to_num(7.0), quick.nan_to_num(7.0))
+    window = (kernel, stride, tuple(k // 2 for k in kernel) if padded else 0, dilation, ceil)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooling, "_MANY", 0)
+        for plain, quick in both(x, *window):
+            assert plain.stride() == quick.stride()
+            assert torch.equal(plain.isnan(), quick.isnan())
+            assert torch.equal(bits(plain.nan_to_num(7.0)), bits(quick.nan_to_num(7.0)))
 
 
-@pytest.mark.parametrize("kind", ["no batch", "channels last", "bfloat16", "transposed"])
-def test_what_has_no_faster_form_stays_as_it_is(kind):
-    x = torch.randn(4, 16, 8, 8)
-    x = {
-        "no batch": lambda: x[0],
-        "channels last": lambda: x.contiguous(memory_format=torch.channels_last),
-        "bfloat16": lambda: x.bfloat16(),
-        "transposed": lambda: x.mT,
-    }[kind]()
-    for plain, quick in both(x, (2,)):
+KINDS = {
+    "no batch": lambda x: x[0],
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "bfloat16": lambda x: x.bfloat16(),
+    "transposed": lambda x: x.mT,
+    "few channels": lambda x: x[:, :7].contiguous(),
+    "few numbers": lambda x: x[:1].contiguous(),
+    "a type of its own": lambda x: x.as_subclass(Own),
+}
+
+
+class Own(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_no_faster_form_stays_as_it_is(kind, taken):
+    for plain, quick in both(KINDS[kind](torch.randn(9, 16, 8, 8)), 2):
         assert torch.equal(plain, quick)
         assert plain.stride() == quick.stride()
+        assert type(plain) is type(quick)
+    assert not taken
 
 
-def test_the_tape_takes_the_faster_form(monkeypatch):
-    taken = []
-    real = pooling.max_pool2d
-    monkeypatch.setattr(pooling, "max_pool2d", lambda *a, **k: taken.append(1) or real(*a, **k))
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(8 * 25, 2))
-    x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 2, (4,))
-    with (tape := Tape(model, (x,), 4)):
-        losses = F.cross_entropy(model(x), y, reduction="none")
-    tape.backward(losses)
+ARGUMENTS = {
+    "by name": ((), {"kernel_size": 2, "stride": 1, "ceil_mode": True}),
+    "numpy's integer": ((np.int64(2),), {}),
+    "a tensor": ((torch.tensor(2),), {}),
+    "one number in a list": (([2],), {}),
+    "no size": ((), {}),
+    "a truth": ((True,), {}),
+    "three sizes": (((2, 2, 2),), {}),
+    "too much padding": ((2, 2, 2), {}),
+    "a word": (("2",), {}),
+    "a name that is none": ((2,), {"size": 3}),
+    "ceil_mode is a number": ((2,), {"ceil_mode": 1}),
+    "the places too": ((2,), {"return_indices": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_are_taken_or_refused_as_torch_does(kind):
+    (args, kwargs), x = ARGUMENTS[kind], torch.randn(9, 16, 8, 8)
+    try:
+        plain = F.max_pool2d(x, *args, **kwargs)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            pooling.max_pool2d(x, *args, **kwargs)
+        return
+    quick = pooling.max_pool2d(x, *args, **kwargs)
+    for a, b in zip(plain, quick, strict=True) if isinstance(plain, tuple) else [(plain, quick)]:
+        assert torch.equal(a, b)
+
+
+def test_second_derivatives(taken):
+    def penalty(pool):
+        w = torch.full((), 1.5, requires_grad=True)
+        a = torch.randn(9, 16, 8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = pool(a * w, 2)
+        (g,) = torch.autograd.grad(out.square().sum(), a, create_graph=True)
+        return torch.autograd.grad(out.sum() + g.square().sum(), w)[0]
+
+    assert penalty(pooling.max_pool2d) == penalty(F.max_pool2d)
     assert taken
-    assert torch.equal(losses, F.cross_entropy(model(x), y, reduction="none"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_torch_func_and_forward_derivatives(taken):
+    x, pool = torch.randn(3, 9, 16, 8, 8), lambda v: pooling.max_pool2d(v, 2)
+    plain = F.max_pool2d(x.flatten(0, 1), 2).unflatten(0, (3, 9))
+    assert torch.equal(torch.func.vmap(pool)(x), plain)
+    assert torch.equal(torch.func.jvp(pool, (x[0],), (torch.ones_like(x[0]),))[0], plain[0])
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(pool(forward_ad.make_dual(x[0], x[1]))).tangent is not None
+    assert not taken
+
+
+def test_what_changes_in_place(taken):
+    x = torch.randn(9, 16, 8, 8, requires_grad=True)
+    h = x * 1.0
+    pooling.max_pool2d(h, 2).mul_(2.0).sum().backward()
+    assert x.grad.sum() == 2.0 * 9 * 16 * 16
+    out = pooling.max_pool2d(h, 2)
+    h.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert len(taken) == 2
+
+
+def test_the_tape_takes_the_faster_form(taken, monkeypatch):
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(8 * 25, 2))
+    x, y = torch.randn(40, 1, 8, 8), torch.randint(0, 2, (40,))
+
+    def sums():
+        found = cw.clipped_sum(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), (x, y))
+        return found.grads.values()
+
+    quick = sums()
+    assert taken == [(40, 8, 6, 6)]
+    monkeypatch.setattr(pooling, "OPS", ())
+    for a, b in zip(quick, sums(), strict=True):
+        assert torch.equal(a, b)
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_windows_that_see_nothing_are_refused(dims):
+    conv, pool = getattr(nn, f"Conv{dims}d"), getattr(nn, f"MaxPool{dims}d")
+    x = torch.randn(3, 2, *(1,) * dims)
+    places = pool(2, 2, 1, dilation=2, return_indices=True)(x)[1]
+    assert (places >= x[0, 0].numel()).all()  # torch: outside of the image
+
+    def loss(model, batch):
+        return model(batch[0]).flatten(1).sum(1)
+
+    for dilation in (2, 1):
+        model = nn.Sequential(conv(2, 4, 1), pool(2, 2, 1, dilation=dilation))
+        if dilation == 1:
+            cw.clipped_sum(model, loss, (x,))
+            continue
+        with pytest.raises(UnsupportedOp, match="may see nothing of it"):
+            cw.clipped_sum(model, loss, (x,))

@@ -27,6 +27,8 @@ def test_numbers_come_from_the_committed_result_file():
     )
     quiet = [f"{found['clipwise'] - found['of it noise']:.2f}×" for found in compiled.values()]
     assert f"without it the compiled steps take {' and '.join(quiet)}." in README
+    pooled = eager["MNIST CNN, batch 512"]["with torch's max pooling"]
+    assert f"with PyTorch's own it takes {pooled:.2f}×" in README.replace("\n", " ")
     for name, found in [*eager.items(), *compiled.items()]:
         shown = f"| {name} | {found['plain_ms']:.0f} ms | **{found['clipwise']:.2f}×** | "
         assert f"{shown}{found['lowest']:.2f}–{found['highest']:.2f}× | {found['of it noise']:.2f}× |" in README

@@ -179,7 +179,7 @@ def _most_memory(run: Callable[[], Any]) -> int:
 def _one_piece(size: int, stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.MemPool | None:
     """Memory for a graph that is captured on `stream`: pieces of many sizes would leave gaps. Where torch can do so."""
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if torch.cuda.get_allocator_backend() != "native" or "max_split_size_mb" in settings:  # then it is never split
+    if torch.cuda.get_allocator_backend() != "native" or "max_split_size_mb" in settings:  # a larger piece is not cut
         return None
     pool = torch.cuda.MemPool()
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
@@ -189,7 +189,10 @@ def _one_piece(size: int, stream: torch.cuda.Stream, device: torch.device) -> to
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """What cuBLAS works in lies in the graph's memory, and goes with it. Left to torch, it would keep that memory."""
+    """What cuBLAS works in lies in the graph's memory, and goes with it. Left to torch, it would keep that memory.
+
+    As torch's own CUDA graphs do it, for all streams: another graph must not count on a workspace outside its memory.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield

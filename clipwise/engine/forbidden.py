@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import UnsupportedOp
 from .ops import OP_RULES, bind, check_batch_norm, check_instance_norm
+from .pooling import check_window
 from .seen import is_inplace
 
 _BATCH_NORMS = {
@@ -24,6 +25,7 @@ def check_op(func: Any, name: str, args: Any, kwargs: Any) -> None:
         check_batch_norm(dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs)
     if func in (F.instance_norm, torch.instance_norm):
         check_instance_norm(bind(OP_RULES[F.instance_norm], args, kwargs))
+    check_window(func, args, kwargs)
     if is_inplace(func) and args and isinstance(args[0], nn.Parameter):
         raise UnsupportedOp(
             f"{name} writes data into a parameter during the forward pass: it would be published without noise. "

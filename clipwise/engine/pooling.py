@@ -1,4 +1,4 @@
-"""Max pooling on a CPU, channel by channel beside each other.
+"""Max pooling of images on a CPU, with the channels beside each other.
 
 PyTorch has a vectorised kernel for images whose channels are neighbours in memory, and a loop over single numbers for
 all others: in small networks half of a step. Copying to that order and back costs less. Values, gradients and which of
@@ -13,35 +13,79 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
+from ..errors import UnsupportedOp
 from .static import is_static
 
-_CHANNELS = 8  # from which the copies pay
-_OPS = (F.max_pool2d, torch.max_pool2d)
+_CHANNELS, _MANY = 8, 2**13  # channels and entries from which the copies pay
+OPS: tuple[Callable[..., Any], ...] = (F.max_pool2d, torch.max_pool2d)
+_AXES: dict[Any, int] = {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
+_AXES |= {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
 
 
 def quicker(func: Callable[..., Any]) -> Callable[..., Any]:
     """The same op in its faster form, where it has one."""
-    return max_pool2d if func in _OPS and not is_static() else func
+    return max_pool2d if func in OPS and not is_static() else func
 
 
-def max_pool2d(
-    input: Tensor,
-    kernel_size: Any,
+def max_pool2d(*args: Any, **kwargs: Any) -> Any:
+    """As that of torch.nn.functional; whatever is unusual goes there."""
+    given = _bound(*args, **kwargs)
+    if given is None or not _pays(given[0]) or _transformed():
+        pool: Any = F.max_pool2d
+        return pool(*args, **kwargs)
+    return _Neighbours.apply(*given)
+
+
+def check_window(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Refuse windows that see nothing of an image: PyTorch then takes a place outside, which may be another's."""
+    if func not in _AXES:
+        return
+    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    sides = tuple(x.shape[-_AXES[func] :])
+    step = args[4] if len(args) > 4 else kwargs.get("dilation", 1)
+    if any(hop > side > 0 for side in sides for hop in (step if isinstance(step, (list, tuple)) else (step,))):
+        raise UnsupportedOp(
+            f"Max pooling with dilation {step} of an image of {sides}: a window may see nothing of it, and PyTorch "
+            "then sends its gradient to another image. Use a dilation no larger than the image."
+        )
+
+
+def _bound(
+    input: Any = None,
+    kernel_size: Any = None,
     stride: Any = None,
     padding: Any = 0,
     dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """As that of torch.nn.functional."""
-    slow = input.device.type == "cpu" and input.dim() == 4 and input.is_contiguous() and input.shape[1] >= _CHANNELS
-    if return_indices or not slow or input.dtype not in (torch.float32, torch.float64):
-        pool: Any = F.max_pool2d
-        return pool(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices=return_indices)
-    window = (kernel_size, () if stride is None else stride, padding, dilation)
-    return _Neighbours.apply(input, [*map(_listed, window), ceil_mode])
+    ceil_mode: Any = False,
+    return_indices: Any = False,
+    *more: Any,
+    **other: Any,
+) -> tuple[Tensor, list[Any]] | None:
+    """The image, and its window as ops below Python take it; None for arguments that are out of the ordinary."""
+    window = [_listed(v) for v in (kernel_size, () if stride is None else stride, padding, dilation)]
+    strange = more or other or None in window or not window[0] or return_indices is not False
+    if strange or type(ceil_mode) is not bool or type(input) is not Tensor:
+        return None
+    return input, [*window, ceil_mode]
+
+
+def _listed(value: Any) -> list[int] | None:
+    values = [value] if type(value) is int else value
+    plain = isinstance(values, (list, tuple)) and all(type(v) is int for v in values)
+    return list(values) if plain else None
+
+
+def _pays(x: Tensor) -> bool:
+    images = x.layout is torch.strided and x.device.type == "cpu" and x.dim() == 4 and x.is_contiguous()
+    wide = images and x.shape[1] >= _CHANNELS and x.numel() >= _MANY and x.shape[2] * x.shape[3] > 1
+    return wide and x.dtype in (torch.float32, torch.float64)
+
+
+def _transformed() -> bool:
+    """Within torch.func, or with forward derivatives."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class _Neighbours(torch.autograd.Function):
@@ -54,12 +98,6 @@ class _Neighbours(torch.autograd.Function):
         return out.clone(memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, places = ctx.saved_tensors
         return torch.ops.aten.max_pool2d_with_indices_backward(grad.contiguous(), x, *ctx.window, places), None
-
-
-def _listed(value: Any) -> Any:
-    """As the ops below Python take sizes."""
-    return [value] if isinstance(value, int) else value
