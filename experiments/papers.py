@@ -163,6 +163,12 @@ RESNET_READ = (  # knobs that D tunes, or does not name
     ),
     replace(
         _RESNET,
+        label=f"{_RESNET.label}, C = 0.1",
+        printed={"abadi": _RESNET.printed["abadi"]},
+        settings=_RESNET.settings | {"clip_norm": 0.1},
+    ),
+    replace(
+        _RESNET,
         label=f"{_RESNET.label}, γ = 1",
         printed={"auto-s": _RESNET.printed["auto-s"]},
         settings=_RESNET.settings | {"gamma": 1.0},

@@ -157,13 +157,12 @@ def test_the_small_lstm_says_what_the_padding_takes(tmp_path):
     written(tmp_path, "names_dc", rows)
     assert "| the state after the padding, 14 places | 55.00 | 1 | -11.00 | 15.00 |" in dc_tables.narrow_table(tmp_path)
     found = causes.causes(tmp_path)
-    assert "Abadi has 59.00 (n = 1) where the paper has 59.91." in found
-    assert "printed number lies between" not in found
+    assert "against the printed numbers: at lr 0.001 Abadi -0.91 (n = 1). Adam's" in found
     assert "66.0 after the last letter, 55.0 after 14 places and 47.0 after 20" in found
     rows.append(row("abadi", 0, base | read | {"lr": 0.00256}, 0.68))
     assert "after the last letter it has 54.0 at lr 0.00032." in found
     written(tmp_path, "names_dc", rows[4:])
-    assert "it has 68.00 (n = 1): the printed number lies between" in causes.causes(tmp_path)
+    assert "at lr 0.001 Abadi -0.91 (n = 1); at lr 0.00256 Abadi +8.09 (n = 1). Adam's" in causes.causes(tmp_path)
     assert "the length of the padding" not in causes.causes(tmp_path)
 
 
@@ -172,12 +171,15 @@ def test_a_rate_of_the_papers_grid_stands_beside_the_default_one(tmp_path):
     rows = [row("abadi", 0, {"epsilon": 8.0}, 0.65), row("auto-s", 0, papers.NAMES_READ.settings, 0.50)]
     rows += [row("abadi", 0, papers.NAMES_READ.settings, 0.50)]
     rows += [row(m, 0, cell.settings, cell.printed[m][0] / 100 + by) for m, by in shift.items()]
-    written(tmp_path, "names_dc", rows[:-1])
-    assert "At 0.00128" not in causes.causes(tmp_path)
+    written(tmp_path, "names_dc", rows[:1])
+    assert "public example" not in causes.causes(tmp_path)
     written(tmp_path, "names_dc", rows)
     found = causes.causes(tmp_path)
-    assert "Abadi +1.00 (n = 1), DC-SGD-P -1.00 (n = 1), DC-SGD-E +0.50 (n = 1), AUTO-S +3.00 (n = 1)." in found
-    assert "and do not prove it" in found
+    assert (
+        "at lr 0.00128 Abadi +1.00 (n = 1), DC-SGD-P -1.00 (n = 1), DC-SGD-E +0.50 (n = 1), AUTO-S +3.00 (n = 1)."
+        in found
+    )
+    assert "at lr 0.001 Abadi -9.91 (n = 1), AUTO-S -6.34 (n = 1);" in found
     claims = {c.text: c.verdict for c in report.claims(tmp_path)}
     assert claims[f"{cell.label}, AUTO-S: within 2 points of the printed 56.34"] == "above, few seeds"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +19,16 @@ from clipwise.engine import pooling
 from clipwise.errors import UnsupportedOp
 
 
-@pytest.fixture
-def taken(monkeypatch):
+def watched(patch):
     """Which shapes went the faster way."""
     found, real = [], pooling._Neighbours.apply
-    monkeypatch.setattr(pooling._Neighbours, "apply", lambda x, w: found.append(x.shape) or real(x, w))
+    patch.setattr(pooling._Neighbours, "apply", lambda x, w: found.append(x.shape) or real(x, w))
     return found
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    return watched(monkeypatch)
 
 
 def bits(x):
@@ -59,10 +66,12 @@ def test_values_and_gradients_are_equal_to_the_last_bit(size, kernel, stride, pa
     window = (kernel, stride, tuple(k // 2 for k in kernel) if padded else 0, dilation, ceil)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pooling, "_MANY", 0)
+        taken = watched(patch)
         for plain, quick in both(x, *window):
             assert plain.stride() == quick.stride()
             assert torch.equal(plain.isnan(), quick.isnan())
             assert torch.equal(bits(plain.nan_to_num(7.0)), bits(quick.nan_to_num(7.0)))
+        assert len(taken) == (size[1] >= 8)
 
 
 KINDS = {
@@ -106,7 +115,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_arguments_are_taken_or_refused_as_torch_does(kind):
+def test_arguments_are_taken_or_refused_as_torch_does(kind, taken):
     (args, kwargs), x = ARGUMENTS[kind], torch.randn(9, 16, 8, 8)
     try:
         plain = F.max_pool2d(x, *args, **kwargs)
@@ -117,6 +126,7 @@ def test_arguments_are_taken_or_refused_as_torch_does(kind):
     quick = pooling.max_pool2d(x, *args, **kwargs)
     for a, b in zip(plain, quick, strict=True) if isinstance(plain, tuple) else [(plain, quick)]:
         assert torch.equal(a, b)
+    assert len(taken) == (kind in ("by name", "one number in a list"))
 
 
 def test_second_derivatives(taken):
@@ -170,20 +180,70 @@ def test_the_tape_takes_the_faster_form(taken, monkeypatch):
     assert len(taken) == 1
 
 
+POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+SIDES, KERNELS, STRIDES, PADDINGS, DILATIONS = (1, 2, 3), (1, 2, 3), (1, 2), (0, 1, 2), (1, 2, 3, 5)
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_windows_that_see_nothing_are_refused(dims):
-    conv, pool = getattr(nn, f"Conv{dims}d"), getattr(nn, f"MaxPool{dims}d")
-    x = torch.randn(3, 2, *(1,) * dims)
-    places = pool(2, 2, 1, dilation=2, return_indices=True)(x)[1]
-    assert (places >= x[0, 0].numel()).all()  # torch: outside of the image
-
-    def loss(model, batch):
-        return model(batch[0]).flatten(1).sum(1)
-
-    for dilation in (2, 1):
-        model = nn.Sequential(conv(2, 4, 1), pool(2, 2, 1, dilation=dilation))
-        if dilation == 1:
-            cw.clipped_sum(model, loss, (x,))
+def test_windows_that_see_nothing_are_refused_and_no_others(dims):
+    found, name = [], f"max_pool{dims}d"
+    for side, *window in product(SIDES, KERNELS, STRIDES, PADDINGS, DILATIONS, (False, True)):
+        image = torch.zeros(1, 1, *(side,) * dims)
+        try:
+            out = POOLS[dims](image, *window)
+        except RuntimeError:  # no window of torch's
             continue
-        with pytest.raises(UnsupportedOp, match="may see nothing of it"):
-            cw.clipped_sum(model, loss, (x,))
+        empty = bool((out != 0).any())  # -inf
+        with pytest.raises(UnsupportedOp) if empty else nullcontext():
+            pooling.check_window(name, (image, *window[:3]), {"dilation": window[3]})
+        found.append(empty)
+    assert any(found)
+    assert not all(found)
+
+
+def test_axes_are_looked_at_one_by_one():
+    x = torch.zeros(2, 3, 32, 1)
+    pooling.check_window("max_pool2d", (x, (3, 1)), {"dilation": (2, 1)})
+    pooling.check_window("max_pool2d", (x, (3, 1)), {"dilation": 2})
+    pooling.check_window("adaptive_max_pool2d", (x, 40), {})
+    with pytest.raises(UnsupportedOp, match="dilation 3 and padding 1 along 1 places"):
+        pooling.check_window("max_pool2d", (x, (3, 2), 1, (0, 1)), {"dilation": (1, 3)})
+
+
+CALLS = {
+    "module": lambda h: nn.MaxPool2d((1, 2), 1, (0, 1), (1, 3))(h),
+    "the places too": lambda h: nn.MaxPool2d((1, 2), 1, (0, 1), (1, 3), return_indices=True)(h)[0],
+    "F": lambda h: F.max_pool2d(h, (1, 2), 1, padding=(0, 1), dilation=(1, 3)),
+    "F, the places too": lambda h: F.max_pool2d_with_indices(h, (1, 2), 1, (0, 1), (1, 3))[0],
+    "torch": lambda h: torch.max_pool2d(h, (1, 2), 1, (0, 1), (1, 3)),
+    "below": lambda h: torch._C._nn.max_pool2d_with_indices(h, (1, 2), 1, (0, 1), (1, 3))[0],
+    "aten": lambda h: torch.ops.aten.max_pool2d(h, [1, 2], [1, 1], [0, 1], [1, 3]),
+    "aten, one form": lambda h: torch.ops.aten.max_pool2d_with_indices.default(h, [1, 2], [1, 1], [0, 1], [1, 3])[0],
+    "numpy's integers": lambda h: F.max_pool2d(h, (1, 2), 1, (0, np.int64(1)), (1, np.int64(3))),
+}
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_call_sends_a_gradient_to_another_image(call, engine):
+    model = nn.Conv2d(1, 1, 1)
+    with pytest.raises(UnsupportedOp, match="may see none of them"):
+        cw.clipped_sum(model, lambda m, x: CALLS[call](m(x)).flatten(1).sum(1), torch.randn(3, 1, 1, 2), engine=engine)
+
+
+BAD = (torch.tensor([2, 2]), np.array([2, 2]), None, "2", [[2, 2]], [2, 2, 99], 0, (2, 0))
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize("dilation", BAD, ids=repr)
+def test_bad_arguments_are_torchs_to_refuse(dilation, engine):
+    model, x = nn.Conv2d(1, 1, 1), torch.randn(3, 1, 8, 8)
+
+    def loss(m, x):
+        return F.max_pool2d(m(x), 2, 1, 1, dilation).flatten(1).sum(1)
+
+    with pytest.raises((TypeError, RuntimeError)) as plain:
+        loss(model, x)
+    with pytest.raises(type(plain.value)) as ours:
+        cw.clipped_sum(model, loss, x, engine=engine)
+    assert not isinstance(ours.value, UnsupportedOp)

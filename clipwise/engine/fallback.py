@@ -10,11 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 
 from .._types import LossFn, sum_dtype
 from ..errors import UnsupportedOp
+from .derived import op_name
 from .gradients import Gradients, check_losses
+from .pooling import check_window
 from .reduce import DenseGrad, Reduced
+
+
+class _Windows(TorchFunctionMode):
+    """Refuses max pooling that would send one image's gradient to another."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        check_window(op_name(func), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def vmap_gradients(model: nn.Module, loss_fn: LossFn, data: Any, size: int) -> Gradients:
@@ -23,7 +36,7 @@ def vmap_gradients(model: nn.Module, loss_fn: LossFn, data: Any, size: int) -> G
 
     def loss_of_one(values: dict[str, Tensor], example: Any) -> tuple[Tensor, Tensor]:
         alone = torch.utils._pytree.tree_map(lambda x: x[None] if isinstance(x, Tensor) else x, example)
-        with _reparametrize_module(model, values, tie_weights=True):
+        with _reparametrize_module(model, values, tie_weights=True), _Windows():
             losses = loss_fn(model, alone)
         check_losses(losses, 1)
         return losses[0], losses[0].detach()

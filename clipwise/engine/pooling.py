@@ -7,6 +7,8 @@ equal numbers counts are the same to the last bit (tests/test_pooling.py).
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +22,7 @@ from .static import is_static
 
 _CHANNELS, _MANY = 8, 2**13  # channels and entries from which the copies pay
 OPS: tuple[Callable[..., Any], ...] = (F.max_pool2d, torch.max_pool2d)
-_AXES: dict[Any, int] = {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
-_AXES |= {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
+_MAX_POOL = re.compile(r"max_pool([123])d(_with_indices)?(\.\w+)?")
 
 
 def quicker(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,18 +39,34 @@ def max_pool2d(*args: Any, **kwargs: Any) -> Any:
     return _Neighbours.apply(*given)
 
 
-def check_window(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def check_window(name: str, args: Any, kwargs: Any) -> None:
     """Refuse windows that see nothing of an image: PyTorch then takes a place outside, which may be another's."""
-    if func not in _AXES:
+    if (found := _MAX_POOL.fullmatch(name)) is None:
         return
-    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    sides = tuple(x.shape[-_AXES[func] :])
-    step = args[4] if len(args) > 4 else kwargs.get("dilation", 1)
-    if any(hop > side > 0 for side in sides for hop in (step if isinstance(step, (list, tuple)) else (step,))):
-        raise UnsupportedOp(
-            f"Max pooling with dilation {step} of an image of {sides}: a window may see nothing of it, and PyTorch "
-            "then sends its gradient to another image. Use a dilation no larger than the image."
-        )
+    given = dict(zip(("input", "kernel_size", "stride", "padding", "dilation"), args, strict=False)) | kwargs
+    x, axes = given.get("input"), int(found[1])
+    stride = _each(given.get("stride"), axes) or _each(given.get("kernel_size"), axes)
+    padding, dilation = _each(given.get("padding", 0), axes), _each(given.get("dilation", 1), axes)
+    if stride is None or padding is None or dilation is None or min(*stride, *dilation) < 1:
+        return  # torch has something to say about it
+    if not isinstance(x, Tensor) or x.dim() < axes:
+        return
+    for side, hop, before, step in zip(x.shape[-axes:], stride, padding, dilation, strict=True):
+        if any(start % step >= side > 0 for start in range(-before, 0, hop)):  # the first place that is not before it
+            raise UnsupportedOp(
+                f"{name} with dilation {step} and padding {before} along {side} places: a window may see none of them, "
+                "and PyTorch then sends its gradient to another image. Use a smaller dilation or less padding."
+            )
+
+
+def _each(value: Any, axes: int) -> list[int] | None:
+    """A number for each axis; None where torch would not take it, or it is left out."""
+    try:
+        values = [operator.index(v) for v in (value if isinstance(value, (list, tuple)) else (value,))]
+    except TypeError:
+        return None
+    values *= axes if len(values) == 1 else 1
+    return values if len(values) == axes else None
 
 
 def _bound(
