@@ -160,7 +160,7 @@ def test_the_small_lstm_says_what_the_padding_takes(tmp_path):
     assert "against the printed numbers: at lr 0.001 Abadi -0.91 (n = 1). Adam's" in found
     assert "66.0 after the last letter, 55.0 after 14 places and 47.0 after 20" in found
     rows.append(row("abadi", 0, base | read | {"lr": 0.00256}, 0.68))
-    assert "after the last letter it has 54.0 at lr 0.00032." in found
+    assert "After the last letter, without padding, it has 54.0 at lr 0.00032." in found
     written(tmp_path, "names_dc", rows[4:])
     assert "at lr 0.001 Abadi -0.91 (n = 1); at lr 0.00256 Abadi +8.09 (n = 1). Adam's" in causes.causes(tmp_path)
     assert "the length of the padding" not in causes.causes(tmp_path)
