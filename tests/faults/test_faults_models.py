@@ -203,6 +203,14 @@ def mixup(records):
     return 0.7 * x + 0.3 * x.roll(1, 0), torch.stack([r[1] for r in records])
 
 
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+def test_11_pooling_that_reaches_the_next_image_is_refused(engine):
+    model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.MaxPool2d((1, 2), 1, (0, 1), (1, 3)), nn.Sigmoid())
+    images = torch.tensor([[[[1.0, 2.0]]], [[[3.0, 4.0]]]])
+    with pytest.raises(errors.UnsupportedOp, match="max_pool2d with dilation 3 and padding 1"):
+        cw.clipped_sum(model, lambda m, x: m(x).flatten(1).sum(1), images, engine=engine)
+
+
 def test_11_mixing_in_the_collate_function_is_refused():
     model = nn.Embedding(20, 4)
     training = run(model, lambda m, b: m(b).mean(1).square().sum(1))

@@ -88,6 +88,8 @@ MUTANTS = [
            "if not (loss_error <= self.tolerance and norm_error <= self.tolerance):", "if False:"),
     Mutant("11", "made-up records hold equally many zeros", "clipwise/engine/probes.py",
            "(0.0, -0.6, 0.6, -0.3, 0.3)[number % 5]", "0.0"),
+    Mutant("11", "max pooling may send a gradient to the next image", "clipwise/engine/pooling.py",
+           "if any(start % step >= side > 0 for", "if any(False for"),
     Mutant("11", "the preflight tries one length only", "clipwise/engine/preflight.py",
            "for length in lengths(like):", "for length in ():"),
     Mutant("12", "buffers may gather statistics", "clipwise/engine/preflight.py",
