@@ -21,11 +21,11 @@ from .papers import (
     P3,
     RESNET_READ,
 )
-from .recipes import NON_PRIVATE
+from .recipes import NON_PRIVATE, RECIPES
 from .results_io import RESULTS
 from .runs import rows_of
 from .sweeps import FEATURE_RATES, IMAGENETTE_CHANGES, NAMES_CHANGES, NARROW_CHANGES, TINY, VIEWS
-from .tables import accuracies, best_epochs, interval
+from .tables import accuracies, best_epochs, devices_apart, interval
 
 
 def causes(results: Path = RESULTS) -> str:
@@ -39,6 +39,7 @@ def causes(results: Path = RESULTS) -> str:
         _sentences(results),
         _texts(results),
         _views(results),
+        _devices(results),
         *_CAVEATS,
     )
     return "\n".join(f"- {line}" for line in found if line)
@@ -362,6 +363,20 @@ def _texts(results: Path) -> str:
         f"quotes, has {A4_SCRATCH['abadi']['bleu'][0]:.1f} at this ε and {A4_SCRATCH[NON_PRIVATE]['bleu'][0]:.1f} "
         "without privacy: there too it is without pretraining that privacy costs most. Words are split and scored by "
         "rules of our own, names are marks: not the paper's tokens."
+    )
+
+
+def _devices(results: Path) -> str:
+    """A seed is one run on a CPU and another one on a GPU."""
+    apart = devices_apart(RECIPES, results)
+    if not apart:
+        return ""
+    most, usual = max(apart, key=lambda where: abs(apart[where])), statistics.median(map(abs, apart.values()))
+    return (
+        "**CPU and GPU**: noise, batches and rounding differ, so that one seed is two runs, as far apart as two seeds: "
+        f"where the files have both (n = {len(apart)}), {usual:.1f} points in the median, {abs(apart[most]):.1f} at "
+        f"most ({most}). A cell of a table is of one device, that with more seeds; "
+        "tables that mix them say on which a row ran."
     )
 
 

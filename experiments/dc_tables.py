@@ -12,7 +12,7 @@ from .papers import D8, LABELS, Cell
 from .results_io import RESULTS
 from .runs import rows_of
 from .sweeps import GRID_C, NAMES_CHANGES, NARROW, NARROW_CHANGES, PAID_TASKS, SEARCHES, fixed, names, paid
-from .tables import accuracies, interval, spread
+from .tables import accuracies, interval, ran_on, spread
 
 SEARCHED = {"composition": "all runs composed (RDP)", "liu-talwar": "a secret number of runs (LT)"}
 UNTUNED = ("dc-sgd-e", "auto-s", "psac")
@@ -100,7 +100,7 @@ def time_table(results: Path = RESULTS) -> str:
 
 def fixed_table(results: Path = RESULTS) -> str:
     """D tables IV and V: other clip norms and percentiles than those of table VIII."""
-    lines = ["| task | method | setting | accuracy | n |", "|---|---|---|---|---|"]
+    lines = ["| task | method | setting | accuracy | n | on a |", "|---|---|---|---|---|---|"]
     usual = {"abadi": ("clip_norm", 1.0), "dc-sgd-p": ("percentile", 0.5)}
     for task in dict.fromkeys(point[0] for point in fixed()):
         points = [(m, s) for t, m, s in fixed() if t == task]
@@ -110,15 +110,14 @@ def fixed_table(results: Path = RESULTS) -> str:
             for at, settings in every:
                 ours = accuracies(task, method, settings, results)
                 label, sign = _cell(task, same["epsilon"]).label, "C" if knob == "clip_norm" else "p"
-                lines.append(
-                    f"| {label} | {LABELS[method]} | {sign} = {at:g} | {spread(ours.values())} | {len(ours)} |"
-                )
+                shown, where = spread(ours.values()), ran_on(task, method, settings, results)
+                lines.append(f"| {label} | {LABELS[method]} | {sign} = {at:g} | {shown} | {len(ours)} | {where} |")
     return "\n".join(lines)
 
 
 def names_table(results: Path = RESULTS) -> str:
     """NAMES with one choice changed at a time."""
-    lines = ["| changed | method | accuracy | n | changed − ours, pairs |", "|---|---|---|---|---|"]
+    lines = ["| changed | method | accuracy | n | on a | changed − ours, pairs |", "|---|---|---|---|---|---|"]
     methods = tuple(dict.fromkeys(point[1] for point in names()))
     for label, change in {"nothing": {}, **NAMES_CHANGES}.items():
         for method in methods:
@@ -126,7 +125,11 @@ def names_table(results: Path = RESULTS) -> str:
             found = accuracies("names_dc", method, {"epsilon": 8.0} | change, results)
             pairs = [found[s] - ours[s] for s in found if s in ours and change]
             apart = interval(pairs) or ", ".join(f"{v:+.2f}" for v in pairs)
-            lines.append(f"| {label} | {LABELS[method]} | {spread(found.values())} | {len(found)} | {apart} |")
+            where = ran_on("names_dc", method, {"epsilon": 8.0} | change, results)
+            if pairs and where != ran_on("names_dc", method, {"epsilon": 8.0}, results):
+                apart = f"{statistics.mean(found.values()) - statistics.mean(ours.values()):+.2f}, no pairs"
+            shown = spread(found.values())
+            lines.append(f"| {label} | {LABELS[method]} | {shown} | {len(found)} | {where} | {apart} |")
     return "\n".join(lines)
 
 

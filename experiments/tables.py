@@ -66,11 +66,40 @@ def accuracies(recipe: str, method: str, settings: Mapping[str, Any], results: P
 
 def by_seed(rows: Iterable[Mapping[str, Any]], method: str, settings: Mapping[str, Any]) -> dict[int, float]:
     """Percent by seed, of the device that has most runs; without privacy there is no ε to match."""
-    wanted = {k: v for k, v in settings.items() if k != "epsilon" or method != NON_PRIVATE}
-    rows = [r for r in rows if r["method"] == method and r["settings"] == wanted]
-    devices = [r["device"] for r in rows]
-    device = max(devices, key=lambda d: (devices.count(d), d), default="")
+    rows = _alike(rows, method, settings)
+    device = main_device(rows)
     return {r["seed"]: 100 * r["accuracy"] for r in rows if r["device"] == device}
+
+
+def _alike(rows: Iterable[Mapping[str, Any]], method: str, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    wanted = {k: v for k, v in settings.items() if k != "epsilon" or method != NON_PRIVATE}
+    return [r for r in rows if r["method"] == method and r["settings"] == wanted]
+
+
+def main_device(rows: Iterable[Mapping[str, Any]]) -> str:
+    """That of most runs."""
+    devices = [r["device"] for r in rows]
+    return max(devices, key=lambda d: (devices.count(d), d), default="")
+
+
+def ran_on(recipe: str, method: str, settings: Mapping[str, Any], results: Path = RESULTS) -> str:
+    """CPU or GPU: where the runs behind `accuracies` ran."""
+    found = _alike(rows_of(recipe, results), method, settings)
+    return _machine(main_device(found)) if found else ""
+
+
+def devices_apart(names: Iterable[str], results: Path = RESULTS) -> dict[str, float]:
+    """Points between the same run (recipe, method, settings, seed) on a CPU and on a GPU, wherever there are both."""
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        for r in rows_of(name, results):
+            where = f"{name} {r['method']} {r['settings']} {r['seed']}"
+            found.setdefault(where, {})[_machine(r["device"])] = 100 * r["accuracy"]
+    return {where: one["CPU"] - one["GPU"] for where, one in found.items() if len(one) == 2}
+
+
+def _machine(device: str) -> str:
+    return "CPU" if device == "cpu" else "GPU"
 
 
 def papers_table(cells: Sequence[Cell], results: Path = RESULTS) -> str:

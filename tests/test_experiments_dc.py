@@ -132,6 +132,20 @@ def test_fixed_choices_are_in_order(tmp_path):
     ]
 
 
+def test_a_row_says_where_it_ran_and_a_seed_on_two_devices_is_no_pair(tmp_path):
+    base, narrow = {"epsilon": 8.0}, {"epsilon": 8.0, "model": "lstm-narrow"}
+    rows = [row("abadi", seed, base, 0.5, "cuda") for seed in (0, 1)] + [row("abadi", 0, base, 0.53)]
+    written(tmp_path, "names_dc", [*rows, row("abadi", 0, narrow, 0.45)])
+    lines = dc_tables.names_table(tmp_path).splitlines()
+    assert "| nothing | Abadi | 50.00 ± 0.00 | 2 | GPU |  |" in lines
+    assert "| 32 states a layer, not 128 | Abadi | 45.00 | 1 | CPU | -5.00, no pairs |" in lines
+    assert "| C = 1 | 50.00 ± 0.00 | 2 | GPU |" in dc_tables.fixed_table(tmp_path)
+    assert list(tables.devices_apart(["names_dc"], tmp_path).values()) == pytest.approx([3.0])
+    assert "(n = 1), 3.0 points in the median, 3.0 at most (names_dc abadi" in causes.causes(tmp_path)
+    written(tmp_path, "names_dc", rows[:2])
+    assert "CPU and GPU" not in causes.causes(tmp_path)
+
+
 def test_the_cause_of_names_is_the_choice_that_moves_most(tmp_path):
     base = {"epsilon": 8.0}
     printed = papers.D8[-1].printed["abadi"][0] / 100

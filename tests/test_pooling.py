@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 import clipwise as cw
 from clipwise.engine import pooling
@@ -71,7 +72,8 @@ def test_values_and_gradients_are_equal_to_the_last_bit(size, kernel, stride, pa
             assert plain.stride() == quick.stride()
             assert torch.equal(plain.isnan(), quick.isnan())
             assert torch.equal(bits(plain.nan_to_num(7.0)), bits(quick.nan_to_num(7.0)))
-        assert len(taken) == (size[1] >= 8)
+        wide = stride is None or all(k >= s for k, s in zip(kernel, np.broadcast_to(stride, 2), strict=True))
+        assert len(taken) == (size[1] >= 8 and wide)
 
 
 KINDS = {
@@ -143,12 +145,40 @@ def test_second_derivatives(taken):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_torch_func_and_forward_derivatives(taken):
-    x, pool = torch.randn(3, 9, 16, 8, 8), lambda v: pooling.max_pool2d(v, 2)
+    x, ours = torch.randn(3, 9, 16, 8, 8), pooling.max_pool2d
+    pool = lambda v: ours(v, 2)  # noqa: E731
     plain = F.max_pool2d(x.flatten(0, 1), 2).unflatten(0, (3, 9))
     assert torch.equal(torch.func.vmap(pool)(x), plain)
     assert torch.equal(torch.func.jvp(pool, (x[0],), (torch.ones_like(x[0]),))[0], plain[0])
     with forward_ad.dual_level():
-        assert forward_ad.unpack_dual(pool(forward_ad.make_dual(x[0], x[1]))).tangent is not None
+        dual = forward_ad.make_dual(x[0], x[1])
+        tangents = [forward_ad.unpack_dual(f(dual, 2)).tangent for f in (ours, F.max_pool2d)]
+    assert torch.equal(*tangents)
+    assert not taken
+
+
+class Average(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return F.avg_pool2d(*args[:2]) if func is F.max_pool2d else func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_users_has_its_say(taken):
+    """Around the run or within the model: what it makes of max pooling is what counts."""
+    model, x = nn.Conv2d(1, 16, 1), torch.randn(9, 1, 8, 8)
+
+    def loss(m, x):
+        return F.max_pool2d(m(x), 2).square().flatten(1).sum(1)
+
+    with Average():
+        outer = cw.clipped_sum(model, loss, x).norms
+
+    def within(m, x):
+        with Average():
+            return loss(m, x)
+
+    plain = cw.clipped_sum(model, lambda m, x: F.avg_pool2d(m(x), 2).square().flatten(1).sum(1), x).norms
+    assert torch.equal(outer, plain)
+    assert torch.equal(cw.clipped_sum(model, within, x).norms, plain)
     assert not taken
 
 
@@ -219,6 +249,10 @@ CALLS = {
     "below": lambda h: torch._C._nn.max_pool2d_with_indices(h, (1, 2), 1, (0, 1), (1, 3))[0],
     "aten": lambda h: torch.ops.aten.max_pool2d(h, [1, 2], [1, 1], [0, 1], [1, 3]),
     "aten, one form": lambda h: torch.ops.aten.max_pool2d_with_indices.default(h, [1, 2], [1, 1], [0, 1], [1, 3])[0],
+    "aten, by name": lambda h: torch.ops.aten.max_pool2d(
+        self=h, kernel_size=[1, 2], stride=[1, 1], padding=[0, 1], dilation=[1, 3]
+    ),
+    "vmap": lambda h: torch.func.vmap(lambda r: F.max_pool2d(r, (1, 2), 1, (0, 1), (1, 3)))(h),
     "numpy's integers": lambda h: F.max_pool2d(h, (1, 2), 1, (0, np.int64(1)), (1, np.int64(3))),
 }
 
@@ -229,6 +263,11 @@ def test_no_call_sends_a_gradient_to_another_image(call, engine):
     model = nn.Conv2d(1, 1, 1)
     with pytest.raises(UnsupportedOp, match="may see none of them"):
         cw.clipped_sum(model, lambda m, x: CALLS[call](m(x)).flatten(1).sum(1), torch.randn(3, 1, 1, 2), engine=engine)
+
+
+def test_empty_images_and_too_few_axes_are_torchs_to_refuse():
+    for image in (torch.zeros(1, 1, 0, 4), torch.zeros(4)):
+        pooling.check_window("max_pool2d", (image, (1, 2), 1, (0, 1)), {"dilation": (1, 3)})
 
 
 BAD = (torch.tensor([2, 2]), np.array([2, 2]), None, "2", [[2, 2]], [2, 2, 99], 0, (2, 0))

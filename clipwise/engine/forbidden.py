@@ -19,13 +19,15 @@ _BATCH_NORMS = {
 }
 
 
-def check_op(func: Any, name: str, args: Any, kwargs: Any) -> None:
+def check_op(func: Any, name: str, args: Any, kwargs: Any, data: bool) -> None:
     """Refuse an op on data that would mix examples or write what is never noised."""
+    check_window(name, args, kwargs)  # torch.func hides that it is data
+    if not data:
+        return
     if func in _BATCH_NORMS:
         check_batch_norm(dict(zip(_BATCH_NORMS[func], args, strict=False)) | kwargs)
     if func in (F.instance_norm, torch.instance_norm):
         check_instance_norm(bind(OP_RULES[F.instance_norm], args, kwargs))
-    check_window(name, args, kwargs)
     if is_inplace(func) and args and isinstance(args[0], nn.Parameter):
         raise UnsupportedOp(
             f"{name} writes data into a parameter during the forward pass: it would be published without noise. "

@@ -33,7 +33,7 @@ def quicker(func: Callable[..., Any]) -> Callable[..., Any]:
 def max_pool2d(*args: Any, **kwargs: Any) -> Any:
     """As that of torch.nn.functional; whatever is unusual goes there."""
     given = _bound(*args, **kwargs)
-    if given is None or not _pays(given[0]) or _transformed():
+    if given is None or not _pays(*given) or _transformed():
         pool: Any = F.max_pool2d
         return pool(*args, **kwargs)
     return _Neighbours.apply(*given)
@@ -41,10 +41,10 @@ def max_pool2d(*args: Any, **kwargs: Any) -> Any:
 
 def check_window(name: str, args: Any, kwargs: Any) -> None:
     """Refuse windows that see nothing of an image: PyTorch then takes a place outside, which may be another's."""
-    if (found := _MAX_POOL.fullmatch(name)) is None:
+    if "max_pool" not in name or (found := _MAX_POOL.fullmatch(name)) is None:
         return
     given = dict(zip(("input", "kernel_size", "stride", "padding", "dilation"), args, strict=False)) | kwargs
-    x, axes = given.get("input"), int(found[1])
+    x, axes = given.get("input", given.get("self")), int(found[1])
     stride = _each(given.get("stride"), axes) or _each(given.get("kernel_size"), axes)
     padding, dilation = _each(given.get("padding", 0), axes), _each(given.get("dilation", 1), axes)
     if stride is None or padding is None or dilation is None or min(*stride, *dilation) < 1:
@@ -52,7 +52,8 @@ def check_window(name: str, args: Any, kwargs: Any) -> None:
     if not isinstance(x, Tensor) or x.dim() < axes:
         return
     for side, hop, before, step in zip(x.shape[-axes:], stride, padding, dilation, strict=True):
-        if any(start % step >= side > 0 for start in range(-before, 0, hop)):  # the first place that is not before it
+        starts = range(-before, min(0, hop * step - before), hop)  # from there on the remainders come again
+        if any(start % step >= side > 0 for start in starts):  # the first place that is not before the image
             raise UnsupportedOp(
                 f"{name} with dilation {step} and padding {before} along {side} places: a window may see none of them, "
                 "and PyTorch then sends its gradient to another image. Use a smaller dilation or less padding."
@@ -94,15 +95,19 @@ def _listed(value: Any) -> list[int] | None:
     return list(values) if plain else None
 
 
-def _pays(x: Tensor) -> bool:
+def _pays(x: Tensor, window: list[Any]) -> bool:
+    kernel, stride, *_ = window
+    if any(hop > side for side, hop in zip(kernel * 2, stride * 2, strict=False)):
+        return False  # reads little of an image, of which all would be copied
     images = x.layout is torch.strided and x.device.type == "cpu" and x.dim() == 4 and x.is_contiguous()
     wide = images and x.shape[1] >= _CHANNELS and x.numel() >= _MANY and x.shape[2] * x.shape[3] > 1
     return wide and x.dtype in (torch.float32, torch.float64)
 
 
 def _transformed() -> bool:
-    """Within torch.func, or with forward derivatives."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    """Within torch.func, with forward derivatives, or under a mode of the user's, which has its own say."""
+    watched, deep = torch._C._len_torch_function_stack() > 0, torch._C._functorch.peek_interpreter_stack() is not None
+    return watched or deep or forward_ad._current_level >= 0
 
 
 class _Neighbours(torch.autograd.Function):
@@ -110,11 +115,11 @@ class _Neighbours(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, window: list[Any]) -> Tensor:
         spread = x.contiguous(memory_format=torch.channels_last)
         out, places = torch.ops.aten.max_pool2d_with_indices(spread, *window)
-        ctx.save_for_backward(x, places.contiguous())
+        ctx.save_for_backward(x, places)
         ctx.window = window
         return out.clone(memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, places = ctx.saved_tensors
-        return torch.ops.aten.max_pool2d_with_indices_backward(grad.contiguous(), x, *ctx.window, places), None
+        return torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *ctx.window, places), None

@@ -111,8 +111,7 @@ class Tape(TorchFunctionMode):
         data = any(map(self._seen.is_data, given))
         trained = [t for t in map(self._trained, given) if t is not None]
         name = op_name(func)
-        if data:
-            check_op(func, name, args, kwargs)
+        check_op(func, name, args, kwargs, data)
         unordered = data and self._seen.loses_order(name, args, kwargs, given)
         if not trained or not torch.is_grad_enabled():
             out = quicker(func)(*args, **kwargs)

@@ -60,7 +60,7 @@ MUTANTS = [
            '            backend.fp32_precision = "ieee"\n', '            pass\n'),
     Mutant("04", "a convolution's bound counts the parameter's sides", "clipwise/engine/patches.py",
            "x.shape[2] * self.window", "self.shape[1] * self.window"),
-    Mutant("04", "a GPU kernel counts a pair of tiles once", "clipwise/engine/kernels_conv.py",
+    Mutant("04", "a GPU kernel counts a pair of tiles once", "clipwise/engine/kernels_cuda.py",
            "times = tl.where(i == j, 1.0, 2.0)", "times = tl.where(i == j, 1.0, 1.0)"),
     Mutant("04", "one place of a kernel stands for all", "clipwise/engine/patches.py",
            "functools.reduce(torch.add, shifted)", "shifted[0]"),
