@@ -21,7 +21,7 @@ from torch import nn
 import clipwise as cw
 from clipwise.clipping import clip, engine_gradients, trainable
 from clipwise.engine import contributions, conv, reduce
-from clipwise.engine.contributions import Outer
+from clipwise.engine.contributions import Outer, _alike
 from clipwise.engine.ops import OP_RULES
 from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import cut
@@ -126,6 +126,27 @@ def test_02b_where_a_record_lies_does_not_matter_even_if_all_of_it_cancels(model
 
     one, other = total(0), total(1)
     assert max(float((one[name] - other[name]).norm()) for name in one) <= 1e-3
+
+
+@pytest.mark.parametrize("t", [1, 3, 49, 64])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_02b_no_matrix_stands_alone_or_begins_within_a_line_of_the_cache(size, t, monkeypatch):
+    """Not every CPU's library takes another kernel then: here it is seen on all of them."""
+    real, seen = torch.bmm, []
+
+    def watched(left, right, out=None):
+        made = real(left, right) if out is None else real(left, right, out=out)
+        for x in (left, right, made):
+            seen.append((len(x), x.stride(0) * x.element_size() % 64, x.data_ptr() % 64))
+        return made
+
+    left, right = torch.randn(size, 5, t), torch.randn(size, t, 7)
+    within = [torch.randn(size * n + 3)[3:].view(size, *shape) for n, shape in ((5 * t, (5, t)), (7 * t, (t, 7)))]
+    monkeypatch.setattr(torch, "bmm", watched)
+    for a, b in ((left, right), within):
+        assert torch.allclose(_alike(a, b), a @ b, atol=1e-4)
+    assert len(seen) == 6
+    assert all(count > 1 and not hop and not start for count, hop, start in seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
