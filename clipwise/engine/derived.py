@@ -40,6 +40,11 @@ class Source:
 
     def __post_init__(self) -> None:
         """Detach: autograd never computes the ordinary weight gradient."""
+        if self.parameter._backward_hooks and not self.sharded:
+            raise UnsupportedOp(
+                f"Parameter {self.name} has a hook on its gradient (register_hook), which would never run: gradients "
+                "are not made where hooks see them. Freeze the parameter, or change its value after the step."
+            )
         self.value = self.parameter.detach()
 
     @property
@@ -152,10 +157,14 @@ def names_of(trained: Sequence[Source | Derived]) -> str:
 
 def no_rule(op: str, trained: Sequence[Source | Derived], how: str) -> UnsupportedOp:
     """The refusal of an op, by name of parameter, module and op."""
-    name = names_of(trained)
-    module = name.rpartition(".")[0] or "the model itself"
+    names = sorted({name for t in trained for name in t.names})
+    module = ", ".join(dict.fromkeys(name.rpartition(".")[0] or "the model itself" for name in names))
+    packed = (
+        " Packed sequences are not taken: pad to one length." if op in ("lstm", "gru", "rnn_tanh", "rnn_relu") else ""
+    )
     return UnsupportedOp(
-        f"Parameter {name} (module {module}) enters the op {op!r} {how}, for which there is no per-example rule. "
+        f"Parameter {', '.join(names)} (module {module}) enters the op {op!r} {how}, for which there is no per-example "
+        f"rule.{packed} "
         "Write it with supported ops, expand the parameter over the batch first, pass op_rules={…}, freeze it, or use "
         "engine='vmap'."
     )

@@ -11,31 +11,42 @@ from torch import Tensor
 
 from ..errors import UnsupportedOp
 
+_SCALES = (1.0, 1000.0, 30.0, 1.0, 300.0)  # of records that are unlike each other
 
-def _values(shape: Sequence[int], kind: torch.dtype, number: int) -> Tensor:
+
+def _values(shape: Sequence[int], kind: torch.dtype, number: int, unlike: bool = False) -> Tensor:
     """Made-up values without a generator: smooth for floats, 0 and 1 for integers (always a valid class or token).
 
     Each record has another share of ones: a model that counts what is not 0 must not see the same count in all.
+    `unlike` records differ in size and sign: `if x.max() > 1` for a whole batch is another answer than for one record.
     """
     total = int(np.prod(shape)) if len(shape) else 1
     steps = torch.arange(total, dtype=torch.float64)
     wave = torch.sin(steps * (1.3 + 0.7 * number) + 0.9 * number + 0.4)
+    if unlike and kind.is_floating_point:
+        wave = (wave.abs() if number % 2 else wave) * _SCALES[number % len(_SCALES)]
     if kind.is_floating_point or kind.is_complex:
         return wave.to(kind).reshape(tuple(shape))
-    if kind == torch.uint8:
+    if kind == torch.uint8 and not (unlike and number % 2):
         return ((wave + 1) * 127).to(kind).reshape(tuple(shape))
     return (wave > (0.0, -0.6, 0.6, -0.3, 0.3)[number % 5]).to(kind).reshape(tuple(shape))
 
 
-def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> Any:
-    """A record of the structure of `like`; keep=(length, other) cuts or lengthens first axes of that length."""
+def made_record(
+    like: Any, number: int, keep: tuple[int, int] | None = None, every: bool = False, unlike: bool = False
+) -> Any:
+    """A record of the structure of `like`; keep=(length, other) changes first axes of that length, or `every` axis."""
+
+    def made(item: Any) -> Any:
+        return made_record(item, number, keep, every, unlike)
+
     if isinstance(like, Tensor):
-        shape = list(like.shape)
-        if keep is not None and shape and shape[0] == keep[0]:
-            shape[0] = keep[1]
-        return _values(shape, like.dtype, number).to(like.device)
+        shape, (length, other) = list(like.shape), keep or (0, 0)
+        for axis in range(len(shape) if every else min(len(shape), 1)):
+            shape[axis] = other if keep and shape[axis] == length else shape[axis]
+        return _values(shape, like.dtype, number, unlike).to(like.device)
     if isinstance(like, np.ndarray):
-        return made_record(torch.as_tensor(like), number, keep).numpy()
+        return made(torch.as_tensor(like)).numpy()
     if isinstance(like, bool):
         return bool(number % 2)
     if isinstance(like, (int, np.integer)):
@@ -43,13 +54,13 @@ def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> 
     if isinstance(like, (float, np.floating)):
         return type(like)(0.5 * number + 0.1)
     if isinstance(like, Mapping):
-        return {key: made_record(item, number, keep) for key, item in like.items()}
+        return {key: made(item) for key, item in like.items()}
     if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(*(made_record(item, number, keep) for item in like))
+        return type(like)(*(made(item) for item in like))
     if isinstance(like, (list, tuple)):
         if keep is not None and len(like) == keep[0]:
             like = (like * (1 + keep[1] // len(like)))[: keep[1]]
-        return type(like)(made_record(item, number, keep) for item in like)
+        return type(like)(made(item) for item in like)
     if like is None:
         return None
     raise UnsupportedOp(
@@ -59,9 +70,9 @@ def made_record(like: Any, number: int, keep: tuple[int, int] | None = None) -> 
 
 
 def lengths(like: Any) -> set[int]:
-    """First axes that could be sequence lengths."""
+    """Axes that could be of another length in another record."""
     if isinstance(like, (Tensor, np.ndarray)):
-        return {like.shape[0]} if like.ndim else set()
+        return set(like.shape)
     items = like.values() if isinstance(like, Mapping) else like if isinstance(like, (list, tuple)) else ()
     own = {len(like)} if isinstance(like, list) and like else set()
     return own.union(*(lengths(item) for item in items))

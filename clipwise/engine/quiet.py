@@ -32,10 +32,13 @@ _INTEGERS = frozenset((torch.randint, torch.randint_like))
 _KEPT = frozenset((torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_))
 
 
+HIGH, LOW = 0.998, 0.002  # so that a path which one draw in a few hundred opens is seen
+
+
 class Quiet(TorchFunctionMode):
     """Everything else as it is: a batch norm in training mode must stay visible."""
 
-    def __init__(self, level: float = 0.98) -> None:
+    def __init__(self, level: float = HIGH) -> None:
         """`level` is what uniform draws lie around."""
         super().__init__()
         self._level = level
@@ -54,13 +57,13 @@ class Quiet(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _INTEGERS and isinstance(out, Tensor):
             first, stop = _limits(func, args, kwargs)
-            share = self._level + 0.01 * _wave(out.double())
+            share = self._level + 0.001 * _wave(out.double())
             return _filled(out, first + (share * (stop - first)).floor().clamp(0, stop - first - 1))
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return out
         if func in _UNIFORM:
             low, high = (args[1], args[2]) if func is torch.Tensor.uniform_ and len(args) > 2 else (0.0, 1.0)
-            return _filled(out, low + (high - low) * (self._level + 0.01 * _wave(out)))
+            return _filled(out, low + (high - low) * (self._level + 0.001 * _wave(out)))
         if func in _NORMAL:
             return _filled(out, self._normal(func, args, kwargs, _wave(out)))
         return _filled(out, torch.ones_like(out)) if func in _KEPT else out

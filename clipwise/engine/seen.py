@@ -18,6 +18,7 @@ _PUTTING_BACK = frozenset(
     {"index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"}
     | {"index_copy", "index_copy_", "masked_scatter", "masked_scatter_", "where", "__setitem__"}
 )
+_BY_INDEX = frozenset({"__setitem__", "index_put", "index_put_"})
 _INPLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__"})
 
 
@@ -83,7 +84,8 @@ class Seen:
         if first is None:
             return any(self.is_unordered(x) for x in given)
         if name in _PUTTING_BACK:
-            return self.is_unordered(first) or self._puts_rows(name, args, kwargs)
+            put = tensors((args[2:], kwargs)) if name in _BY_INDEX else given  # which places is another question
+            return any(map(self.is_unordered, [first, *put])) or self._puts_rows(name, args, kwargs)
         if any(self.is_unordered(x) for x in given):
             return True
         if not self.is_data(first):
@@ -100,7 +102,7 @@ class Seen:
     def _puts_rows(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Are rows of data written to places that data chose?"""
         target = args[0]
-        if name in ("__setitem__", "index_put", "index_put_"):
+        if name in _BY_INDEX:
             value = args[2] if len(args) > 2 else kwargs.get("values")
             rows = isinstance(value, Tensor) and value.dim() > 0 and self.is_data(value)
             return rows and self._picks_rows(_row_index(target, args[1]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,3 +52,47 @@ def restore_state(model: nn.Module, kept: Kept) -> None:
             known = kept.tensors.get(name)
             if known is not None and b.shape == known.shape and not torch.equal(b, known):
                 b.copy_(known)
+
+
+CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, partial, type)
+_DEEP, _MOST = 4, 10_000  # how far into containers, and how many of their values
+
+
+def left_behind(*holders: Any) -> dict[str, Any]:
+    """What a model, or a loss that is an object, remembers: tensors, arrays, numbers, in containers too."""
+    found: dict[str, Any] = {}
+    for number, holder in enumerate(holders):
+        modules = holder.named_modules() if isinstance(holder, nn.Module) else [(type(holder).__name__, holder)]
+        for path, module in modules:
+            if not isinstance(module, CODE) and hasattr(module, "__dict__"):
+                _look(vars(module), f"{path}" if number == 0 else f"{type(holder).__name__} {path}", _DEEP, found)
+    return found
+
+
+def _look(value: Any, path: str, depth: int, found: dict[str, Any]) -> None:
+    if len(found) > _MOST or isinstance(value, (nn.Module, *CODE)):
+        return
+    if isinstance(value, Tensor):
+        found[path] = value.detach().clone()
+    elif isinstance(value, (bool, int, float, complex, str, np.generic)):
+        found[path] = repr(value)
+    elif isinstance(value, np.ndarray):
+        found[path] = (value.shape, value.tobytes())
+    elif depth and isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            _look(item, f"{path}.{key}".lstrip("."), depth - 1, found)
+    elif depth and hasattr(value, "__dict__"):
+        _look(vars(value), path, depth - 1, found)
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names of what is not the same in both."""
+    return [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
+
+
+def _same(x: Any, y: Any) -> bool:
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return type(x) is type(y) and not isinstance(x, Tensor) and bool(x == y)
+    alike = x.shape == y.shape and x.dtype == y.dtype and x.layout == y.layout == torch.strided
+    return alike and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))

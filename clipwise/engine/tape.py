@@ -124,7 +124,7 @@ class Tape(TorchFunctionMode):
                 return self._derive(func, name, args, kwargs, [first])
             out = func(*self._with(args, "value"), **self._with(kwargs, "value"))
         elif unordered:
-            raise no_rule(name, trained, "together with rows that the data itself selected, in an unknown order,")
+            raise no_rule(name, trained, "together with rows that the data itself selected, in an unknown order")
         else:
             out = self._meet(func, name, args, kwargs, trained)
         if data:
