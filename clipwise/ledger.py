@@ -92,12 +92,13 @@ class Ledger:
     ) -> None:
         """Open or create. `assertions` are what the user vouches for; `noise` says how values are noised."""
         self.plan = plan
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).absolute()  # the same file, wherever the process goes
         self._file: int | None = None
         self._reserved = {"charge": 0, "look": 0}
         self._lock = threading.RLock()
         self._size = 0
         self._process = os.getpid()
+        self._closing: weakref.finalize[..., Any] | None = None
         self._lines = 1
         self.notes: list[str] = []
         head = {"kind": "plan", "version": VERSION, "plan": plan.as_dict(), "digest": plan.digest}
@@ -144,6 +145,8 @@ class Ledger:
             self.close()
             raise
         _OPEN[str(self.path.resolve())] = self
+        self._closing = weakref.finalize(self, os.close, self._file)  # a run that is gone holds no lock
+        self._closing.atexit = False
 
     def _create(self) -> None:
         """A new ledger appears with its head or not at all: an empty file is never a fresh one."""
@@ -317,7 +320,8 @@ class Ledger:
     def close(self) -> None:
         """Release the lock."""
         if self._file is not None:
-            os.close(self._file)
+            if self._closing is None or self._closing.detach() is not None:
+                os.close(self._file)
             self._file = None
             _OPEN.pop(str(self.path.resolve()) if self.path else "", None)
 

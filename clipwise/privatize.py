@@ -101,6 +101,7 @@ def privatize(
     sampler = PoissonSampler(plan.sampling_prob, seed, ranks.share)
     check_arithmetic(plan, source, model)
     asserted = _assertions(sampling, noise, seed, preflight if loss_fn is not None else "none, for want of a loss_fn")
+    asserted |= _of_ones_own(plan)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in trainable(model).items()]
     ranks.same("plan, options or model", f"{plan.digest} {asserted} {noise} {engine} {compile} {shapes}")
     earlier = (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None))
@@ -129,6 +130,17 @@ def _assertions(sampling: str, noise: str, seed: int | None, preflight: bool | s
     return asserted
 
 
+def _of_ones_own(plan: Plan) -> dict[str, str]:
+    """Rules and thresholds that are not clipwise's: that they keep their sensitivity is the user's word."""
+    given = {"rule": plan.rule, "rule in each layer": getattr(plan.rule, "rule", None), "threshold": plan.threshold}
+    own = {what: type(x) for what, x in given.items() if x is not None}
+    return {
+        what: f"{kind.__name__}, of the user's own (check_{what.split()[0]} tests it)"
+        for what, kind in own.items()
+        if not kind.__module__.startswith("clipwise.")
+    }
+
+
 def _opened(
     ledger: str | Path | Ledger | None,
     plan: Plan,
@@ -137,9 +149,10 @@ def _opened(
     earlier: tuple[Ledger | None, ...],
 ) -> Ledger:
     """Open the ledger last, so that a refusal leaves no lock behind. What was spent on this model is not forgotten."""
-    path = ledger.path if isinstance(ledger, Ledger) else None if ledger is None else Path(ledger)
+    path = ledger.path if isinstance(ledger, Ledger) else None if ledger is None else Path(ledger).absolute()
     for before in earlier:
-        if before is not None and before.charges and ledger is not before and (path is None or path != before.path):
+        spent = before is not None and (before.charges or before.looks)
+        if before is not None and spent and ledger is not before and (path is None or path != before.path):
             raise ParameterMismatch(
                 f"This model was already trained by a run that spent epsilon={shown_epsilon(before.spent)}; under a "
                 f"new ledger that would be forgotten. Pass ledger=training.ledger, or its path, to go on; "

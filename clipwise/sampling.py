@@ -35,13 +35,15 @@ class Dataset(Protocol):
 
 
 Collate = Callable[[list[Any]], Any]
+_COLUMNS = (torch.Tensor, np.ndarray)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PoissonBatch:
     """One Poisson batch, to be used once. `.data` is the collated batch, None when no example was drawn.
 
-    Its size is secret, and it cannot be copied: the same sample stepped twice is not two samples.
+    Its size is secret, and it cannot be copied: the same sample stepped twice is not two samples. Nor can its data be
+    replaced: what is done to a batch belongs into the collate function or loss_fn, where the preflight sees it.
     """
 
     data: Any
@@ -58,6 +60,12 @@ class PoissonBatch:
 
     def __repr__(self) -> str:
         return "PoissonBatch()"
+
+    def __iter__(self) -> Iterator[Any]:
+        raise WrongBatch(
+            "A Poisson batch is stepped whole: training.step(batch). loss_fn(model, data) receives its data; for a "
+            "loop of your own see training.microbatches(batch)."
+        )
 
 
 class Coins:
@@ -128,11 +136,25 @@ class _Rows:
 
 
 def as_dataset(dataset: Any) -> Dataset:
-    """Accept a map-style dataset, a tensor, or a tuple of tensors with equal first axes."""
+    """Accept a map-style dataset, a tensor, or a tuple of tensors or arrays with equal first axes."""
     if isinstance(dataset, torch.Tensor):
         return _Rows(dataset)
-    if isinstance(dataset, tuple) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
-        return TensorDataset(*dataset)
+    if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, _COLUMNS) and x.ndim for x in dataset):
+        rows = {len(x) for x in dataset}
+        if isinstance(dataset, tuple) and len(rows) == 1:
+            return TensorDataset(*(torch.as_tensor(x) for x in dataset))
+        if isinstance(dataset, tuple):
+            raise TypeError(f"The columns of a data set must have as many rows as each other, got {sorted(rows)}.")
+        if len(rows) == 1 and 1 < len(dataset) <= 4 < max(rows):
+            raise TypeError(
+                "A list is a list of records, so this would be a data set of "
+                f"{len(dataset)} records. For columns give a tuple, such as (x, y); for records a data set class."
+            )
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise TypeError(
+            "A mapping of columns is no data set. Give a tuple of tensors, such as (x, y), or a data set whose records "
+            "are mappings."
+        )
     if isinstance(dataset, DataLoader):
         raise TypeError(
             "batches() takes the dataset, not a DataLoader: a loader that shuffles cannot be accounted as Poisson. "
@@ -209,8 +231,8 @@ def poisson_batches(
     """Yield `steps` one-use batches. The collate function is never called with an empty list."""
     records = as_dataset(dataset)
     chosen = draws(sampler, len(records), steps)
-    if isinstance(records, (TensorDataset, _Rows)) and collate_fn is None:
-        collated = _indexed(records, chosen)
+    if type(records) in (TensorDataset, _Rows) and collate_fn is None:  # others may have an indexing of their own
+        collated = _indexed(records, chosen)  # type: ignore[arg-type]
     else:
         collated = _loaded(records, chosen, collate_fn or default_collate, num_workers)
     for data, size in collated:

@@ -86,7 +86,10 @@ def run_statement(plan: Plan, ledger: Ledger, noise: NoiseSource, model: nn.Modu
         verdict = "NOT PRIVATE: the noise was seeded" if "seed" in asserted else "NOT CERTIFIED: fast noise"
         statement["guarantee"] = verdict
     elif asserted or notes:
-        statement["guarantee"] += ", provided that what the user asserted is true"
+        limits = ["provided that what the user asserted is true"] * bool(asserted) + ["apart from the notes"] * bool(
+            notes
+        )
+        statement["guarantee"] += ", " + ", ".join(limits)
     return statement
 
 
@@ -97,6 +100,6 @@ def save_statement(training: Stated, path: str | Path) -> None:
 
 def _at_several(plan: Plan, ledger: Ledger, arithmetic: float) -> dict[str, float]:
     """ε of what was spent, at the plan's δ and at smaller and larger ones that have room for the arithmetic."""
-    deltas = {plan.delta * 10.0**k for k in range(-2, 3)}
+    deltas = {plan.delta if k == 0 else float(f"{plan.delta * 10.0**k:.6g}") for k in range(-2, 3)}
     fitting = sorted(d for d in deltas if d <= 0.1 and (arithmetic <= ROOM * d or d == plan.delta))
     return {shown_delta(delta): plan.epsilon_at(delta, ledger.charges, ledger.looks) for delta in fitting}

@@ -196,10 +196,10 @@ class QuantileThreshold:
     def __post_init__(self) -> None:
         """Numbers in their ranges."""
         open_unit(quantile=self.quantile)
-        _initial(self.initial)
-        positive(learning_rate=self.learning_rate)
-        if self.count_noise is not None:
-            positive(count_noise=self.count_noise)
+        object.__setattr__(self, "initial", _initial(self.initial))
+        object.__setattr__(self, "learning_rate", positive(learning_rate=self.learning_rate))
+        if self.count_noise is not None:  # a plain number: numpy's half precision would round what σ is made of
+            object.__setattr__(self, "count_noise", positive(count_noise=self.count_noise))
 
     def init(self, facts: Facts) -> State:
         """C_0."""
@@ -251,11 +251,11 @@ class _Histogram:
     histogram_noise: float | None
 
     def _check(self) -> None:
-        _initial(self.initial)
+        object.__setattr__(self, "initial", _initial(self.initial))
         if not 2 <= count(bins=self.bins) <= 10_000:
             raise ValueError(f"bins must lie in [2, 10000], got {self.bins!r}.")
         if self.histogram_noise is not None:
-            positive(histogram_noise=self.histogram_noise)
+            object.__setattr__(self, "histogram_noise", positive(histogram_noise=self.histogram_noise))
 
     def release(self, expected_batch_size: float, noise_multiplier: float) -> Release | None:
         """One example is one count. Without a given noise: 5, 8 from σ = 2 on, 12 beyond 3 (DC-SGD)."""

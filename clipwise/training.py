@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,10 @@ from .engine import Paths, Tape
 from .engine.compiled import Compiled
 from .engine.preflight import Probe, nobody, preflight_batch, preflight_dataset
 from .errors import ParameterMismatch, RankFailed, WrongBatch, WrongOrder
-from .guard import GUARDS, RUNS, StepGuard
+from .guard import GUARDS, RUNS, StepGuard, Turn, check_modes, check_newest
 from .ledger import Ledger
 from .noise import NoiseSource
-from .parts import Microbatch, Settings, Step
+from .parts import Memory, Microbatch, Settings, Step
 from .plan import Plan
 from .ranks import Alone, Ranks
 from .rules import steepness_of
@@ -59,13 +59,13 @@ class PrivateTraining:
         self._outstanding: PoissonBatch | None = None
         self._modes: list[bool] | None = None  # training flags of the modules, as the preflight saw them
         self._step: Step | None = None
+        self._turn = Turn()
+        self._counters: Collection[str] | None = None  # what forward passes may write to, as the preflight saw
         self._paths: Paths = {}
         self._compiled = Compiled(model, self._clipped) if settings.compile else None
         self._checked = False
         self._nobody: Any = None  # made-up rows, for a rank that has none while others work
         self._threshold = plan.threshold.init(self._facts(trainable(model)))
-
-    # -- public numbers -----------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
@@ -135,8 +135,6 @@ class PrivateTraining:
             raise WrongOrder("The ledger is on the first rank: take the statement there.")
         return run_statement(self._plan, self._ledger, self._noise, self._model)
 
-    # -- batches ------------------------------------------------------------------------------------
-
     def batches(
         self,
         dataset: Any,
@@ -158,7 +156,8 @@ class PrivateTraining:
             self._nobody = nobody(collate, like, device)
         elif self._settings.preflight and self._loss_fn is not None and len(records):
             probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
-            preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
+            found = preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
+            self._counters = found.counters
             if self._compiled is not None:
                 like = records[0] if self._settings.probe is None else self._settings.probe[0]
                 self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
@@ -202,8 +201,8 @@ class PrivateTraining:
             batch = PoissonBatch(batch, 0 if batch is None else batch_size(batch))
             self._issued.add(batch)
             if batch._size and self._settings.preflight and self._loss_fn is not None and not self._checked:
-                preflight_batch(self._model, self._loss_fn, batch.data, self._engine())
-                self._checked = True
+                self._counters = preflight_batch(self._model, self._loss_fn, batch.data, self._engine()).counters
+                self._modes, self._checked = [module.training for module in self._model.modules()], True
         if not isinstance(batch, PoissonBatch) or batch not in self._issued:
             raise WrongBatch(
                 f"step() takes only batches from this run's training.batches(dataset), each once; got "
@@ -212,8 +211,6 @@ class PrivateTraining:
                 "privatize(..., sampling='asserted')."
             )
         return batch
-
-    # -- the step -----------------------------------------------------------------------------------
 
     def step(self, batch: PoissonBatch) -> None:
         """Clip, charge, noise, and step the optimizer. Returns None: nothing private leaks out of it."""
@@ -240,11 +237,13 @@ class PrivateTraining:
         if self._step is not None:
             raise WrongOrder("The batch before this one was not released; call training.release() once per batch.")
         batch = self._accepted(batch)
-        parameters = self._check_parameters()
-        self._ledger.reserve()
+        with self._turn.taken():
+            parameters = self._check_parameters()
+            self._ledger.reserve()
         self._issued.discard(batch)
         self._outstanding = None
-        self._step = Step(self._threshold, self._bound(parameters), batch._size, [])
+        memory = None if self._counters is None else Memory(self._model, self._counters)
+        self._step = Step(self._threshold, self._bound(parameters), batch._size, [], memory=memory)
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
             for start in range(0, size, rows):
@@ -261,6 +260,7 @@ class PrivateTraining:
             yield
         except BaseException:
             self._step = None
+            self._turn.leave()
             self._charge_failure()
             self._ranks.agree(False)
             raise
@@ -294,6 +294,8 @@ class PrivateTraining:
     def _add(self, sums: dict[str, Tensor], norms: Tensor, part: Microbatch) -> None:
         assert self._step is not None
         step = self._step
+        if step.memory is not None:
+            step.memory.check()
         step.sums = {name: step.sums[name].add_(v) if name in step.sums else v for name, v in sums.items()}
         seen = self._plan.threshold.observe(step.threshold, norms[:, 0], part.mask.to(norms.device))
         step.observed = seen if step.observed is None or seen is None else step.observed + seen
@@ -320,6 +322,7 @@ class PrivateTraining:
             self._optimizer.step()
         finally:
             self._guard.open = False
+            self._turn.leave()
             self._optimizer.zero_grad(set_to_none=True)
 
     def _gather(self, step: Step) -> None:
@@ -339,6 +342,7 @@ class PrivateTraining:
                 step.observed = self._ranks.observed(seen)
         except BaseException:
             self._step = None
+            self._turn.leave()
             self._charge_failure()
             raise
 
@@ -372,15 +376,10 @@ class PrivateTraining:
                 f"The trainable parameters changed since privatize(): {', '.join(changed)}. Freeze or unfreeze before "
                 "privatize()."
             )
-        if self._modes is not None and self._modes != [module.training for module in self._model.modules()]:
-            raise ParameterMismatch(
-                "model.train() or model.eval() was called since batches() checked the model: what was checked is not "
-                "what would run. Set the mode before batches(), and set it back after an evaluation."
-            )
+        check_modes(self._model, self._modes)
+        check_newest(self._model, self._guard, self._ledger)
         check_optimizer(self._optimizer, self._model)
         return parameters
-
-    # -- copies -------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateTraining:
         """A copy trains its own weights with its own noise and coins, and charges the same ledger."""

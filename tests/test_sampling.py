@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -87,8 +88,45 @@ def test_tensors_and_tensor_datasets_are_taken():
         assert torch.equal(batch.data[1], y)
     (batch,) = batches(x, 1.0, 1)
     assert torch.equal(batch.data, x)
-    (batch,) = batches([x, x], 1.0, 1)  # a list is a list of records
-    assert batch.data.shape == (2, 10)
+    (batch,) = batches((x.numpy(), y.numpy()), 1.0, 1)
+    assert torch.equal(batch.data[0], x)
+    (batch,) = batches([x] * 20, 1.0, 1)  # a list is a list of records
+    assert batch.data.shape == (20, 10)
+
+
+@pytest.mark.parametrize(
+    ("columns", "say"),
+    [
+        ([torch.zeros(10), torch.zeros(10)], "2 records. For columns give a tuple"),
+        ([np.zeros((10, 3)), np.zeros(10)], "2 records. For columns give a tuple"),
+        ((torch.zeros(10), torch.zeros(9)), r"as many rows as each other, got \[9, 10\]"),
+        ({"x": torch.zeros(10), "y": torch.zeros(10)}, "mapping of columns"),
+    ],
+)
+def test_columns_that_would_pass_for_records_are_refused(columns, say):
+    with pytest.raises(TypeError, match=say):
+        batches(columns, 1.0, 1)
+
+
+def test_a_dataset_that_inherits_from_torchs_own_keeps_its_indexing():
+    class Agreed(TensorDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return tuple(x[i + 5] for x in self.tensors)
+
+    for workers in (0, 1):
+        (batch,) = batches(Agreed(torch.arange(10.0), torch.arange(10)), 1.0, 1, num_workers=workers)
+        assert batch.data[1].tolist() == [5, 6, 7]
+
+
+def test_the_data_of_a_batch_cannot_be_replaced_and_a_batch_is_no_pair():
+    (batch,) = batches((torch.arange(7.0),), 1.0, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.data = batch.data[0] * 2
+    with pytest.raises(WrongBatch, match=r"stepped whole: training.step\(batch\)"):
+        list(batch)
 
 
 def test_a_batch_cannot_be_copied():

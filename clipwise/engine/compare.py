@@ -31,6 +31,7 @@ class PreflightReport:
     worst_loss_error: float
     worst_norm_error: float
     unused: tuple[str, ...]
+    counters: tuple[str, ...] | None = None  # what forward passes write to, whatever the data; None: not known
 
 
 def _drawn() -> tuple[Any, ...]:

@@ -68,6 +68,8 @@ def check_losses(losses: Any, size: int) -> None:
     """One number per example, or refuse."""
     if not isinstance(losses, Tensor) or losses.shape != (size,):
         axes = f"a tensor of {losses.dim()} axes" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        if isinstance(losses, Tensor) and losses.dim() == 1:
+            axes = "a vector of another length (one loss per token? average those of each example)"
         raise LossShape(
             f"loss_fn must return one loss per example, a vector as long as the batch, but gave {axes}. A mean or sum "
             "over the batch hides the examples from clipping. Use reduction='none', and average over positions, not "

@@ -66,7 +66,7 @@ def left_behind(*holders: Any) -> dict[str, Any]:
         for path, module in modules:
             if not isinstance(module, CODE) and hasattr(module, "__dict__"):
                 _look(vars(module), f"{path}" if number == 0 else f"{type(holder).__name__} {path}", _DEEP, found)
-    return found
+    return {name.replace("_buffers.", "").replace("_parameters.", ""): value for name, value in found.items()}
 
 
 def _look(value: Any, path: str, depth: int, found: dict[str, Any]) -> None:
