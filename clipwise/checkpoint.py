@@ -122,6 +122,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint file, or CheckpointError. No code of the file is run."""
     from safetensors import safe_open
 
+    if not Path(path).exists():
+        raise CheckpointError(f"There is no checkpoint at {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

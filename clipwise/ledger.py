@@ -93,6 +93,7 @@ class Ledger:
         """Open or create. `assertions` are what the user vouches for; `noise` says how values are noised."""
         self.plan = plan
         self.path = None if path is None else Path(path).absolute()  # the same file, wherever the process goes
+        self._given = "memory" if path is None else str(path)
         self._file: int | None = None
         self._reserved = {"charge": 0, "look": 0}
         self._lock = threading.RLock()
@@ -337,7 +338,7 @@ class Ledger:
 
     def __repr__(self) -> str:
         """Where it lives and what it holds."""
-        where = str(self.path) if self.persistent else "in memory, lost when this process ends"
+        where = self._given if self.persistent else "in memory, lost when this process ends"
         return f"Ledger({where}; {self.charges} of {self.plan.most_charges} steps charged)"
 
 

@@ -307,7 +307,8 @@ def text(results: Path = RESULTS) -> str:
     head = (
         "# Results\n\nWritten by `python -m experiments results` from `experiments/results/*.json`, which hold every "
         "run. Ours: mean ± standard deviation over n seeds, in percent. Runs are seeded, which makes them repeatable "
-        "and NOT PRIVATE: right for public data, and for nothing else. An empty column of pairs means fewer than three."
+        "and NOT PRIVATE: right for public data, and for nothing else. P, A and D are the papers on DP-PSAC, automatic "
+        "clipping and DC-SGD ([references](../docs/references.md)). An empty column of pairs means fewer than three."
     )
     return "\n\n".join([head, *(f"## {title}\n\n{body}" for title, body in parts.items())]) + "\n"
 

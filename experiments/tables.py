@@ -53,7 +53,8 @@ def models_table(results: Path = RESULTS) -> str:
     lines = ["| model | norms | clipped sum | |", "|---|---|---|---|"]
     for name, row in found["rows"].items():
         if "refused" in row:
-            lines.append(f"| {name} | | | refused: {row['refused'].split(', for which')[0].split('. ')[0]} |")
+            why = row["refused"].split(", for which")[0].split(". ")[0].rstrip(",")
+            lines.append(f"| {name} | | | refused: {why} |")
         else:
             lines.append(f"| {name} | {row['norms']:.0e} | {row['sum']:.0e} | |")
     return "\n".join(lines)
