@@ -66,12 +66,12 @@ def left_behind(*holders: Any) -> dict[str, Any]:
         for path, module in modules:
             if not isinstance(module, CODE) and hasattr(module, "__dict__"):
                 _look(vars(module), f"{path}" if number == 0 else f"{type(holder).__name__} {path}", _DEEP, found)
-    return {name.replace("_buffers.", "").replace("_parameters.", ""): value for name, value in found.items()}
+    return {name.replace("_buffers.", ""): value for name, value in found.items()}
 
 
 def _look(value: Any, path: str, depth: int, found: dict[str, Any]) -> None:
-    if len(found) > _MOST or isinstance(value, (nn.Module, *CODE)):
-        return
+    if len(found) > _MOST or isinstance(value, (nn.Module, nn.Parameter, *CODE)):
+        return  # parameters: the tape refuses to write to them, and they are large
     if isinstance(value, Tensor):
         found[path] = value.detach().clone()
     elif isinstance(value, (bool, int, float, complex, str, np.generic)):
