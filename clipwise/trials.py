@@ -149,5 +149,10 @@ def _check(training: Any, trial: Trial, charges: int) -> None:
             f"One run of the search charged {charges} steps, but the search pays for {trial.numbers['steps']}: train "
             "one model per trial."
         )
+    if charges != training.ledger.charges:  # under another plan, or in another thread
+        raise PlanMismatch(
+            f"The run that a trial returned holds {training.ledger.charges} charges, but the thread of train(trial) "
+            f"made {charges}. Train one model per trial, under trial.plan() alone, in the thread that calls train."
+        )
     if bad := training.ledger.head["assertions"].keys() & {"seed", "noise"}:
         raise PlanMismatch(f"A run of a search must be private: leave out {' and '.join(sorted(bad))} in privatize().")

@@ -272,10 +272,39 @@ def seeded(trial):
 
 def twice(trial):
     train(trial)
-    return train(cw.Trial(trial.candidate, trial.numbers, trial.folder.parent))
+    return train(cw.Trial(trial.candidate, trial.numbers, trial.folder / "again"))
 
 
-@pytest.mark.parametrize(("wrong", "why"), [(seeded, "must be private: leave out seed"), (twice, "charged 6 steps")])
+def warmed(trial):
+    """Two steps under a plan of its own, then the weights go on under the trial's; fewer steps in all than allowed."""
+    dear = cw.Plan(noise_multiplier=0.5, delta=1e-5, sampling_prob=0.5, steps=1, expected_batch_size=20)
+    model = nn.Linear(6, 3)
+    run = cw.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), dear, losses)
+    run.step(next(run.batches((X, Y))))
+    later = nn.Linear(6, 3)
+    later.load_state_dict(model.state_dict())
+    run = cw.privatize(later, torch.optim.SGD(later.parameters(), lr=0.1), trial.plan(), losses)
+    run.step(next(run.batches((X, Y))))
+    return run
+
+
+def elsewhere(trial):
+    """Several runs, each in a thread of its own; one is given back."""
+    with ThreadPoolExecutor(3) as pool:
+        folders = [trial.folder / str(number) for number in range(3)]
+        runs = [pool.submit(train, cw.Trial(trial.candidate, trial.numbers, folder)) for folder in folders]
+        return [run.result() for run in runs].pop()
+
+
+WRONG = [
+    (seeded, "must be private: leave out seed"),
+    (twice, "charged 6 steps"),
+    (warmed, r"holds 1 charges, but the thread of train\(trial\) made 2"),
+    (elsewhere, r"holds 3 charges, but the thread of train\(trial\) made 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "why"), WRONG)
 def test_runs_that_are_not_what_was_paid_for_are_refused(wrong, why, threads):
     with pytest.raises(errors.TuningFailed, match=why):
         cw.tune(wrong, {"mark": [1.0, 3.0, 2.0]}, plan(), mark, score_is_public=True, executor=threads)
