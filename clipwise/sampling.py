@@ -144,7 +144,7 @@ def as_dataset(dataset: Any) -> Dataset:
         if isinstance(dataset, tuple) and len(rows) == 1:
             return TensorDataset(*(torch.as_tensor(x) for x in dataset))
         if isinstance(dataset, tuple):
-            raise TypeError(f"The columns of a data set must have as many rows as each other, got {sorted(rows)}.")
+            raise TypeError("The columns of a data set must have as many rows as each other.")
         if len(rows) == 1 and 1 < len(dataset) <= 4 < max(rows):
             raise TypeError(
                 "A list is a list of records, so this would be a data set of "

@@ -86,10 +86,8 @@ def run_statement(plan: Plan, ledger: Ledger, noise: NoiseSource, model: nn.Modu
         verdict = "NOT PRIVATE: the noise was seeded" if "seed" in asserted else "NOT CERTIFIED: fast noise"
         statement["guarantee"] = verdict
     elif asserted or notes:
-        limits = ["provided that what the user asserted is true"] * bool(asserted) + ["apart from the notes"] * bool(
-            notes
-        )
-        statement["guarantee"] += ", " + ", ".join(limits)
+        statement["guarantee"] += ", provided that what the user asserted is true" if asserted else ""
+        statement["guarantee"] += ", apart from the notes" if notes else ""
     return statement
 
 

@@ -322,8 +322,8 @@ class PrivateTraining:
             self._optimizer.step()
         finally:
             self._guard.open = False
-            self._turn.leave()
             self._optimizer.zero_grad(set_to_none=True)
+            self._turn.leave()
 
     def _gather(self, step: Step) -> None:
         """The sums of all ranks. If one of them failed, each charges the step and stops."""

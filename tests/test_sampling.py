@@ -99,7 +99,7 @@ def test_tensors_and_tensor_datasets_are_taken():
     [
         ([torch.zeros(10), torch.zeros(10)], "2 records. For columns give a tuple"),
         ([np.zeros((10, 3)), np.zeros(10)], "2 records. For columns give a tuple"),
-        ((torch.zeros(10), torch.zeros(9)), r"as many rows as each other, got \[9, 10\]"),
+        ((torch.zeros(10), torch.zeros(9)), "as many rows as each other"),
         ({"x": torch.zeros(10), "y": torch.zeros(10)}, "mapping of columns"),
     ],
 )
