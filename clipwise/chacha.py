@@ -1,5 +1,8 @@
 """ChaCha as a pure function: (key, counter) → words → Gaussian numbers, on any device. Nothing here draws.
 
+`Keystream` has OpenSSL make the words, on the CPU; `gaussians` is what chacha_cpu.py and chacha_cuda.py make fast, and
+what they are tested against.
+
 Element e of a tensor belongs to chunk e // 2048; chunk c uses the blocks 256·c … 256·c + 255 of the tensor's own
 key, so that any part of a tensor can be made alone and agrees with the whole. A block of 16 words gives eight
 numbers by Box–Muller: of four words, three are the radius (96 bits, tails to 11.5σ) and one is the angle.
@@ -11,7 +14,9 @@ rounds of it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +26,54 @@ CHUNK = 8 * LANES  # elements per chunk
 REACH = math.sqrt(2 * 97 * math.log(2))  # the largest radius, in standard deviations: that of 2⁻⁹⁷
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 _MASK = 0xFFFFFFFF
+_TURN = 64 * 2**32  # bytes after which the lower word of the counter begins anew: a new call of OpenSSL
 _QUARTERS = (
     *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),  # columns
     *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),  # diagonals
 )
+
+
+class Keystream:
+    """The words of a key in order, from a block on, made by OpenSSL.
+
+    >>> hex(Keystream(bytes(32)).words(1)[0])
+    '0x903df1a0ade0b876'
+    """
+
+    def __init__(self, key: bytes, block: int = 0) -> None:
+        """Begin at a block of 16 words of 32 bits."""
+        self._key, self._done = key, 64 * block
+        self._begin()
+
+    def _begin(self) -> None:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+        counter = (self._done // 64).to_bytes(8, "little")
+        self._encryptor = Cipher(algorithms.ChaCha20(self._key, counter + bytes(8)), mode=None).encryptor()
+
+    def bytes(self, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The next ones: zeros, encrypted."""
+        left = _TURN - self._done % _TURN
+        if count > left:
+            return np.concatenate([self.bytes(left), self.bytes(count - left)])
+        found = np.empty(count + 15, dtype=np.uint8)  # room that `update_into` asks for
+        self._encryptor.update_into(np.zeros(count, dtype=np.uint8).data, found.data)
+        self._done += count
+        if self._done % _TURN == 0:
+            self._begin()
+        return found[:count]
+
+    def words(self, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The next words of 64 bits."""
+        return self.bytes(8 * count).view("<u8")
+
+    def word(self) -> int:
+        """The next one."""
+        return int(self.words(1)[0])
+
+    def random(self, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Uniform in [0, 1), with 53 bits."""
+        return np.asarray((self.words(count) >> np.uint64(11)) * 2.0**-53)
 
 
 def key_words(key: bytes) -> tuple[int, ...]:

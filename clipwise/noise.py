@@ -2,11 +2,10 @@
 
 Keys come from the operating system, 256 bits, fresh in every process; they are never stored, shown,
 pickled or shared with a copy or a fork (ranks of one run share one: they add the same noise to the same
-sum). Each draw has an address (sequence number of the charge, stream, tensor, block of elements), and
-each address a key of its own, derived with BLAKE2b, so no noise is used twice and no order of drawing
-matters. On the CPU the generator is AES in counter mode (randomgen) under numpy's ziggurat: float64 draws
-with tails to 12.2σ. On a GPU it is ChaCha (chacha.py), in float32, with tails to 11.5σ. "hardened" draws
-exactly, on a grid (rounded.py), on the CPU.
+sum). Each draw has an address (sequence number of the charge, stream, tensor), and each address a key of
+its own, derived with BLAKE2b, so no noise is used twice and no order of drawing matters. The generator is
+ChaCha20 (chacha.py), with tails to 11.5σ: the same numbers in float64 on the CPU and in float32 on a GPU.
+"hardened" draws exactly, on a grid (rounded.py), on the CPU, from a key for each block of elements.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import chacha
+from . import chacha, chacha_cpu
 from ._check import one_of, positive
 from .errors import WrongOrder
 from .rounded import grid_for, rounded_gaussians
 
 Mode = Literal["secure", "hardened", "fast"]
-BLOCK = 2**16  # elements per key
-_ZIGGURAT_REACH = 3.6541528853610088 + math.sqrt(2 * 53 * math.log(2))  # r + x with x²/2 ≤ −ln 2⁻⁵³
-_Job = tuple[
-    str, np.ndarray[Any, Any], int
-]  # address of a block, where its noise goes, how many of its numbers to skip
+BLOCK = chacha_cpu.LONGEST  # elements that one thread works on at a time
+Block = tuple[str, int, np.ndarray[Any, Any]]  # name of a tensor, where in it the block begins, its elements
+Fill = Callable[[Sequence[Block]], None]
 
 
 class NoiseSource:
@@ -77,7 +74,7 @@ class NoiseSource:
         """How far out, in standard deviations, a draw can lie, on the device where that is least."""
         if self.mode == "hardened":
             return math.inf
-        return 5.77 if self.mode == "fast" else min(_ZIGGURAT_REACH, chacha.REACH)
+        return 5.77 if self.mode == "fast" else chacha.REACH
 
     def _renew(self) -> None:
         if self._seed is None:
@@ -92,11 +89,6 @@ class NoiseSource:
                 raise WrongOrder("A fork of a rank cannot draw noise: it would repeat that of its parent.")
             self._renew()  # a fork must not repeat its parent's noise
         return hashlib.blake2b(address.encode(), key=self._key, digest_size=length).digest()
-
-    def _generator(self, address: str) -> np.random.Generator:
-        from randomgen import AESCounter
-
-        return np.random.Generator(AESCounter(key=int.from_bytes(self._derived(address, 16), "little")))
 
     def add_(
         self,
@@ -123,62 +115,24 @@ class NoiseSource:
         here = f"{sequence}/{stream}"
         if self.mode == "hardened":
             assert not any(offsets.values()), "exact draws are made for whole tensors"
-            return self._on_cpu(wide, here, self._hardened(sigma, bound, sum(v.numel() for v in wide.values())), {})
+            return _on_cpu(wide, self._hardened(here, sigma, bound, sum(v.numel() for v in wide.values())))
+        keys = {name: self._derived(f"{here}/{name}/gpu", 32) for name in wide}  # of a CPU too, since seeds say so
         on_gpu = {name: v for name, v in wide.items() if v.device.type == "cuda" and v.dtype == torch.float32}
         for device in {v.device for v in on_gpu.values()}:
-            self._on_gpu({name: v for name, v in on_gpu.items() if v.device == device}, here, sigma * bound, offsets)
+            there = {name: v for name, v in on_gpu.items() if v.device == device}
+            add = _gpu_kernel()
+            add(list(there.values()), [keys[n] for n in there], sigma * bound, [offsets.get(n, 0) for n in there])
         rest = {name: v for name, v in wide.items() if name not in on_gpu}
-        noised = on_gpu | self._on_cpu(rest, here, self._secure(sigma * bound), offsets)
-        return {name: noised[name] for name in values}
+        return wide | _on_cpu(rest, _secure(keys, offsets, sigma * bound))
 
-    def _on_gpu(self, values: Mapping[str, Tensor], here: str, scale: float, offsets: Mapping[str, int]) -> None:
-        add, keys = _gpu_kernel(), [self._derived(f"{here}/{name}/gpu", 32) for name in values]
-        add(list(values.values()), keys, scale, [offsets.get(name, 0) for name in values])
-
-    def _on_cpu(
-        self,
-        values: Mapping[str, Tensor],
-        here: str,
-        fill: Callable[[Sequence[_Job]], None],
-        offsets: Mapping[str, int],
-    ) -> dict[str, Tensor]:
-        """Blocks of elements, each with a key of its own, shared among threads: their order does not matter."""
-        outputs, jobs = {name: value.cpu() for name, value in values.items()}, []
-        for name, value in outputs.items():
-            flat, start = value.view(-1).numpy(), offsets.get(name, 0)
-            for i in range(start // BLOCK * BLOCK, start + len(flat), BLOCK):
-                first = max(i, start)
-                jobs.append((f"{here}/{name}/{i}", flat[first - start : i + BLOCK - start], first - i))
-        workers = torch.get_num_threads() if sum(len(target) for _, target, _ in jobs) > 4 * BLOCK else 1
-        if workers == 1:
-            fill(jobs)
-        else:  # numpy releases the interpreter lock
-            jobs.sort(key=lambda job: -len(job[1]))
-            with ThreadPoolExecutor(workers - 1) as pool:
-                others = [pool.submit(fill, jobs[i::workers]) for i in range(1, workers)]
-                fill(jobs[::workers])
-                for other in others:
-                    other.result()  # or what it raised
-        return {name: noised.to(values[name].device) for name, noised in outputs.items()}
-
-    def _secure(self, scale: float) -> Callable[[Sequence[_Job]], None]:
-        def fill(jobs: Sequence[_Job]) -> None:
-            buffer = np.empty(max((skip + len(target) for _, target, skip in jobs), default=0))
-            for address, target, skip in jobs:
-                noise = self._generator(address).standard_normal(out=buffer[: skip + len(target)])[skip:]
-                noise *= scale
-                np.add(noise, target, out=target, casting="same_kind")  # in float64, rounded once
-
-        return fill
-
-    def _hardened(self, sigma: float, bound: float, dimension: int) -> Callable[[Sequence[_Job]], None]:
+    def _hardened(self, here: str, sigma: float, bound: float, dimension: int) -> Fill:
         step, rounded_bound = grid_for(bound, dimension)
 
-        def fill(jobs: Sequence[_Job]) -> None:
-            for address, target, _ in jobs:
-                raw: Any = self._generator(address).bit_generator.random_raw
+        def fill(blocks: Sequence[Block]) -> None:
+            for name, start, target in blocks:
+                stream = chacha.Keystream(self._derived(f"{here}/{name}/{start}", 32))
                 value: Any = np.clip(np.rint(target.astype(np.float64) / step), -(2.0**51), 2.0**51)
-                value += rounded_gaussians(raw(len(target)), sigma * rounded_bound / step, raw)
+                value += rounded_gaussians(stream.words(len(target)), sigma * rounded_bound / step, stream.word)
                 target[:] = value * step  # an exact number of the grid; rounding it to float32 comes after
 
         return fill
@@ -198,6 +152,32 @@ class NoiseSource:
     def __repr__(self) -> str:
         """Without the key."""
         return f"NoiseSource(mode={self.mode!r}, certified={self.certified})"
+
+
+def _secure(keys: Mapping[str, bytes], offsets: Mapping[str, int], scale: float) -> Fill:
+    def fill(blocks: Sequence[Block]) -> None:
+        parts = [chacha_cpu.Part(keys[name], start + offsets.get(name, 0), target) for name, start, target in blocks]
+        chacha_cpu.add_gaussians(parts, scale)
+
+    return fill
+
+
+def _on_cpu(values: Mapping[str, Tensor], fill: Fill) -> dict[str, Tensor]:
+    """Blocks of elements, shared among threads: their order does not matter."""
+    outputs = {name: value.cpu() for name, value in values.items()}
+    flat = {name: value.view(-1).numpy() for name, value in outputs.items()}
+    blocks = [(name, i, x[i : i + BLOCK]) for name, x in flat.items() for i in range(0, len(x), BLOCK)]
+    workers = torch.get_num_threads() if sum(len(target) for _, _, target in blocks) > 4 * BLOCK else 1
+    if workers == 1:
+        fill(blocks)
+    else:  # OpenSSL, numpy and torch release the interpreter lock
+        blocks.sort(key=lambda block: -len(block[2]))
+        with ThreadPoolExecutor(workers - 1) as pool:
+            others = [pool.submit(fill, blocks[i::workers]) for i in range(1, workers)]
+            fill(blocks[::workers])
+            for other in others:
+                other.result()  # or what it raised
+    return {name: noised.to(values[name].device) for name, noised in outputs.items()}
 
 
 def _wide(value: Tensor) -> torch.dtype:

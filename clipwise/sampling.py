@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ._check import count, probability
 from .batch import check_size, map_tensors
+from .chacha import Keystream
 from .errors import WrongBatch
 
 
@@ -77,13 +78,11 @@ class Coins:
 
     def __init__(self) -> None:
         """Draw a key."""
-        from randomgen import ChaCha
-
-        self._coins = np.random.Generator(ChaCha(key=secrets.randbits(256)))
+        self._coins = Keystream(secrets.token_bytes(32))
 
     def uniform(self) -> float:
         """In [0, 1)."""
-        return float(self._coins.random())
+        return float(self._coins.random(1)[0])
 
 
 class PoissonSampler:
@@ -100,11 +99,9 @@ class PoissonSampler:
         self._renew()
 
     def _renew(self) -> None:
-        from randomgen import ChaCha
-
         self._process = os.getpid()
-        key = secrets.randbits(256) if self._seed is None else self._seed + (self._share[0] << 128)
-        self._coins = np.random.Generator(ChaCha(key=key))
+        key = secrets.randbits(256) if self._seed is None else int(self._seed) + (self._share[0] << 128)
+        self._coins = Keystream(key.to_bytes(32, "little"))
 
     def draw(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The indices of one batch, possibly none."""

@@ -1,4 +1,4 @@
-"""The GPU's generator, by its reference in plain torch ops; the kernel is compared with it in benchmarks/noise.py."""
+"""The generator, by its reference in plain torch ops; the kernel is compared with it in benchmarks/noise.py."""
 
 from __future__ import annotations
 
@@ -34,12 +34,29 @@ def test_zero_key_of_rfc_8439_appendix_a_1():
     assert stream.hex().startswith("9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed")
 
 
-def test_agrees_with_another_implementation():
-    from randomgen import ChaCha
+def test_openssl_makes_the_same_words():
+    ours = words(KEY, 0) + words(KEY, 1)
+    assert chacha.Keystream(KEY).words(16).tolist() == [ours[i] | ours[i + 1] << 32 for i in range(0, 32, 2)]
+    assert chacha.Keystream(KEY, 1).words(8).tolist() == [ours[i] | ours[i + 1] << 32 for i in range(16, 32, 2)]
 
-    theirs = ChaCha(key=int.from_bytes(KEY, "little"), counter=0, rounds=20).random_raw(8)
-    ours = words(KEY, 0)
-    assert [int(w) for w in theirs] == [ours[i] | ours[i + 1] << 32 for i in range(0, 16, 2)]
+
+@pytest.mark.parametrize("reads", [(1024,), (64, 960), (100, 28, 1, 895), (0, 512, 512)])
+def test_a_keystream_goes_on_where_the_lower_counter_word_begins_anew(reads):
+    """OpenSSL's call ends after 2^32 blocks; a long run flips more coins than that."""
+    last = 2**32 - 8
+    blocks = [words(KEY, b % 2**32, (b // 2**32, 0, 0)) for b in range(last, last + 16)]
+    stream = chacha.Keystream(KEY, last)
+    found = b"".join(stream.bytes(count).tobytes() for count in reads)
+    assert found == b"".join(w.to_bytes(4, "little") for block in blocks for w in block)
+
+
+def test_uniform_numbers_have_53_bits():
+    uniform = chacha.Keystream(KEY).random(100_000)
+    assert 0 <= uniform.min() < 1e-3 < 1 - 1e-3 < uniform.max() < 1
+    assert stats.kstest(uniform, "uniform").pvalue > 1e-4
+    stream = chacha.Keystream(KEY)
+    stream.bytes = lambda count: np.full(count, 255, dtype=np.uint8)
+    assert stream.random(1)[0] == 1 - 2.0**-53
 
 
 def test_numbers_are_gaussian():

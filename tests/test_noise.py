@@ -9,6 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
+from clipwise import chacha, chacha_cpu
+from clipwise.chacha import Keystream
 from clipwise.noise import BLOCK, NoiseSource
 
 ONE = {"sensitivity": 1.0, "noise_multiplier": 1.0, "sequence": 1, "stream": "gradient"}
@@ -51,18 +53,21 @@ def test_parts_steps_and_streams_are_uncorrelated_and_never_repeat():
 
 
 @pytest.mark.parametrize("failing", range(8))
-def test_a_thread_that_fails_stops_the_release(failing, monkeypatch):
+@pytest.mark.parametrize("mode", ["secure", "hardened"])
+def test_a_thread_that_fails_stops_the_release(failing, mode, monkeypatch):
     """Whichever thread has the block: no part of the sum may come back without its noise."""
-    source = NoiseSource()
-    generator = source._generator
+    source, begin = NoiseSource(mode), []
 
-    def one_fails(address):
-        if address.endswith(f"/{failing * BLOCK}"):
-            raise MemoryError(address)
-        return generator(address)
+    class OneFails(Keystream):
+        def bytes(self, count):
+            begin.append(None)
+            if len(begin) == failing + 1:
+                raise MemoryError
+            return super().bytes(count)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(source, "_generator", one_fails)
+    monkeypatch.setattr(chacha, "Keystream", OneFails)
+    monkeypatch.setattr(chacha_cpu, "Keystream", OneFails)
     with pytest.raises(MemoryError):
         source.add_({"w": torch.zeros(8 * BLOCK)}, **ONE)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import cryptography.hazmat.primitives.ciphers  # noqa: F401
 import dp_accounting  # noqa: F401  (warm)
 import pytest
-import randomgen  # noqa: F401
 import scipy.stats  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
