@@ -1,8 +1,7 @@
-"""Gaussian numbers of chacha.py on a CPU: OpenSSL's ChaCha20, and Box–Muller in torch's vectorised ops.
+"""Gaussian numbers of chacha.py on a CPU: OpenSSL's ChaCha20, and Box–Muller in numpy.
 
 A row is what 256 lanes make of one pair: the 256 numbers with the cosine, then the 256 with the sine. A chunk has four
-rows. Rows of several tensors are made at once, as small ones have few; never so many that torch would share an op among
-threads, which noise.py does.
+rows. Rows of several tensors are made at once, as small ones have few; noise.py shares the work among threads.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from .chacha import CHUNK, LANES, Keystream
 
 Floats = np.ndarray[Any, Any]
 ROW = 2 * LANES
 _ROWS = CHUNK // ROW  # of a chunk
-LONGEST = 64 * ROW  # elements of one part
-MOST = 64 + _ROWS  # rows made at once: of a part that begins within a chunk, too
+LONGEST = 128 * ROW  # elements of one part
+MOST = 128 + _ROWS  # rows made at once: of a part that begins within a chunk, too
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def _add_at_once(parts: Sequence[Part], words: Floats, scale: float) -> None:
     for part in parts:
         _words(part, words[:, rows : rows + part.rows])
         rows += part.rows
-    numbers = _gaussians(torch.from_numpy(words[:, :rows]), scale).view(-1).numpy()
+    numbers = _gaussians(words[:, :rows], scale).reshape(-1)
     begin = 0
     for part in parts:
         own = numbers[begin + part.skipped :][: len(part.target)]
@@ -86,13 +84,29 @@ def _words(part: Part, out: Floats) -> None:
     np.copyto(out.reshape(4, chunks, rows, LANES), blocks[:, :, :rows])
 
 
-def _gaussians(words: torch.Tensor, scale: float) -> torch.Tensor:
-    """Box–Muller [rows, 2, LANES]: three words are the radius, one is the angle."""
-    high, middle, low, angle = words
-    u = torch.add(high, middle, alpha=2.0**-32).add_(low, alpha=2.0**-64).mul_(2.0**-32).add_(2.0**-97)
-    radius = u.log_().clamp_(max=0).mul_(-2).sqrt_().mul_(scale)  # u may be rounded to 1
-    turn = angle.mul(2 * math.pi * 2.0**-32)
-    found = torch.empty(len(radius), 2, LANES, dtype=torch.float64)
-    torch.mul(radius, turn.cos(), out=found[:, 0])
-    torch.mul(radius, turn.sin_(), out=found[:, 1])
+def _gaussians(words: Floats, scale: float) -> Floats:
+    """Box–Muller [rows, 2, LANES]: three words are the radius, one is the angle. The words are overwritten.
+
+    With t the tangent of half the angle, cosine and sine are (1 − t²)/(1 + t²) and 2t/(1 + t²): one function in place
+    of two, and where t is as large as a float can make it, still −1 and 0.
+    """
+    u, middle, low, t = words
+    low *= 2.0**-32
+    middle += low
+    middle *= 2.0**-32
+    u += middle
+    u *= 2.0**-32
+    u += 2.0**-97
+    radius = np.minimum(np.log(u, out=u), 0.0, out=u)
+    radius *= -2.0
+    np.sqrt(radius, out=radius)
+    radius *= scale
+    t *= math.pi * 2.0**-32
+    np.tan(t, out=t)
+    square = np.multiply(t, t, out=low)
+    radius /= np.add(square, 1.0, out=middle)
+    found = np.empty((len(t), 2, LANES))
+    np.multiply(radius, np.subtract(1.0, square, out=square), out=found[:, 0])
+    t *= 2.0
+    np.multiply(radius, t, out=found[:, 1])
     return found

@@ -170,7 +170,7 @@ def _on_cpu(values: Mapping[str, Tensor], fill: Fill) -> dict[str, Tensor]:
     workers = torch.get_num_threads() if sum(len(target) for _, _, target in blocks) > 4 * BLOCK else 1
     if workers == 1:
         fill(blocks)
-    else:  # OpenSSL, numpy and torch release the interpreter lock
+    else:  # OpenSSL and numpy release the interpreter lock
         blocks.sort(key=lambda block: -len(block[2]))
         with ThreadPoolExecutor(workers - 1) as pool:
             others = [pool.submit(fill, blocks[i::workers]) for i in range(1, workers)]
