@@ -51,23 +51,22 @@ def add_gaussians(parts: Sequence[Part], scale: float) -> None:
     """Each target += scale · its numbers, added in float64 and rounded once."""
     words = np.empty((4, MOST, LANES))
     waiting: list[Part] = []
+    rows = 0
     for part in parts:
         if not len(part.target):
             continue
-        if sum(p.rows for p in waiting) + part.rows > MOST:
-            _add_at_once(waiting, words, scale)
-            waiting = []
-        waiting.append(part)
-    if waiting:
-        _add_at_once(waiting, words, scale)
-
-
-def _add_at_once(parts: Sequence[Part], words: Floats, scale: float) -> None:
-    rows = 0
-    for part in parts:
+        if rows + part.rows > MOST:
+            _add_waiting(waiting, words[:, :rows], scale)
+            waiting, rows = [], 0
         _words(part, words[:, rows : rows + part.rows])
+        waiting.append(part)
         rows += part.rows
-    numbers = _gaussians(words[:, :rows], scale).reshape(-1)
+    if waiting:
+        _add_waiting(waiting, words[:, :rows], scale)
+
+
+def _add_waiting(parts: Sequence[Part], words: Floats, scale: float) -> None:
+    numbers = _gaussians(words, scale).reshape(-1)
     begin = 0
     for part in parts:
         own = numbers[begin + part.skipped :][: len(part.target)]

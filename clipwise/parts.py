@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._types import Engine
 from .engine import OpRule, Tape
-from .engine.state import held_tensors
+from .engine.state import beside_parameters
 from .errors import CrossExampleOp
 from .thresholds import State
 
@@ -45,7 +45,7 @@ class Memory:
         self._before = self._marks()
 
     def _marks(self) -> dict[str, tuple[int, int]]:
-        held = {name: x for name, x in held_tensors(self._model) if not isinstance(x, nn.Parameter)}
+        held = dict(beside_parameters(self._model))
         return {name: (id(x), x._version) for name, x in held.items() if name not in self._allowed}
 
     def check(self) -> None:

@@ -24,9 +24,13 @@ class Kept:
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Everything a forward pass may write to, by name."""
     yield from model.named_parameters()
-    yield from model.named_buffers()
+    yield from beside_parameters(model)
+
+
+def beside_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors that are plain attributes of a module."""
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
+        for name, value in (*module._buffers.items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield f"{path}.{name}".lstrip("."), value
 
