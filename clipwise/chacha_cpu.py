@@ -84,13 +84,14 @@ def _words(part: Part, out: Floats) -> None:
 
 
 def _gaussians(words: Floats, scale: float) -> Floats:
-    """Box–Muller [rows, 2, LANES]: three words are the radius, one is the angle. The words are overwritten.
+    """Box–Muller [rows, 2, LANES]: of words as in chacha.pair, which are overwritten.
 
     With t the tangent of half the angle, cosine and sine are (1 − t²)/(1 + t²) and 2t/(1 + t²): one function in place
     of two, and where t is as large as a float can make it, still −1 and 0.
     """
     u, middle, low, t = words
     low *= 2.0**-32
+    t += low
     middle += low
     middle *= 2.0**-32
     u += middle

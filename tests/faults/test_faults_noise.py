@@ -127,6 +127,13 @@ def test_29_hardened_runs_train_and_say_so():
     assert any("floating-point gaps" in line for line in run().statement()["not_certified"])
 
 
+def test_29_angles_are_finer_than_one_word():
+    """With 32 bits alone a pair in float64 would tell which of two sums it was added to."""
+    cosines, sines = drawn(NoiseSource(), 2**16, torch.float64).numpy().reshape(-1, 2, chacha.LANES).swapaxes(0, 1)
+    steps = np.arctan2(sines, cosines) / (2 * math.pi) * 2**32 % 1
+    assert stats.kstest(steps.ravel(), "uniform").pvalue > 1e-6
+
+
 BAD = [0, -1, math.nan, math.inf, -math.inf, True, "1", None, [1.0]]
 
 

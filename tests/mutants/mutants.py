@@ -172,6 +172,7 @@ MUTANTS = [
     Mutant("27", "a seed is not put on record", "clipwise/privatize.py", "if seed is not None:", "if False:"),
     Mutant("28", "noise is rounded to the model's dtype", "clipwise/noise.py",
            "return torch.float64 if value.dtype == torch.float64 else torch.float32", "return value.dtype"),
+    Mutant("29", "an angle is one of 2^32", "clipwise/chacha_cpu.py", "    t += low\n", ""),
     Mutant("29", "hardened runs are ordinary ones", "clipwise/privatize.py",
            "source = ranks.noise(noise, seed_or_none(seed=seed))",
            'source = ranks.noise("secure", seed_or_none(seed=seed))'),
