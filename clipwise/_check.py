@@ -90,12 +90,12 @@ def count(minimum: int = 1, **value: object) -> int:
 
 
 def seed_or_none(**value: object) -> int | None:
-    """A whole number of at least zero, or None."""
+    """A whole number from 0 to 2¹²⁸ − 1, or None."""
     name, given = _one(value)
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, Integral) or given < 0:
-        raise ValueError(f"{name} must be a whole number of at least 0, or None, got {given!r}.")
+    if isinstance(given, bool) or not isinstance(given, Integral) or not 0 <= int(given) < 2**128:
+        raise ValueError(f"{name} must be a whole number from 0 to 2**128 - 1, or None, got {given!r}.")
     return int(given)
 
 

@@ -17,6 +17,7 @@ rounds of it.
 from __future__ import annotations
 
 import math
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ CHUNK = 8 * LANES  # elements per chunk
 REACH = math.sqrt(2 * 97 * math.log(2))  # the largest radius, in standard deviations: that of 2⁻⁹⁷
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 _MASK = 0xFFFFFFFF
+ROOM = 15  # bytes behind the last one that OpenSSL's caller asks for
+_ZEROS = np.zeros(2**20, dtype=np.uint8)
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _TURN = 64 * 2**32  # bytes after which the lower word of the counter begins anew: a new call of OpenSSL
 _QUARTERS = (
     *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),  # columns
@@ -45,7 +49,7 @@ class Keystream:
 
     def __init__(self, key: bytes, block: int = 0) -> None:
         """Begin at a block of 16 words of 32 bits."""
-        self._key, self._done = key, 64 * block
+        self._key, self._done, self._lock = key, 64 * block, Lock()
         self._begin()
 
     def _begin(self) -> None:
@@ -54,16 +58,18 @@ class Keystream:
         counter = (self._done // 64).to_bytes(8, "little")
         self._encryptor = Cipher(algorithms.ChaCha20(self._key, counter + bytes(8)), mode=None).encryptor()
 
-    def bytes(self, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The next ones: zeros, encrypted."""
-        left = _TURN - self._done % _TURN
-        if count > left:
-            return np.concatenate([self.bytes(left), self.bytes(count - left)])
-        found = np.empty(count + 15, dtype=np.uint8)  # room that `update_into` asks for
-        self._encryptor.update_into(np.zeros(count, dtype=np.uint8).data, found.data)
-        self._done += count
-        if self._done % _TURN == 0:
-            self._begin()
+    def bytes(self, count: int, into: Bytes | None = None) -> Bytes:
+        """The next ones: zeros, encrypted; in memory of the caller's, if that has ROOM more than `count`."""
+        found = np.empty(count + ROOM, dtype=np.uint8) if into is None else into
+        done = 0
+        with self._lock:
+            while done < count:
+                now = min(count - done, len(_ZEROS), _TURN - self._done % _TURN)
+                self._encryptor.update_into(_ZEROS[:now].data, found[done:].data)
+                self._done += now
+                done += now
+                if self._done % _TURN == 0:
+                    self._begin()
         return found[:count]
 
     def words(self, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .chacha import CHUNK, LANES, Keystream
+from .chacha import CHUNK, LANES, ROOM, Keystream
 
 Floats = np.ndarray[Any, Any]
 ROW = 2 * LANES
 _ROWS = CHUNK // ROW  # of a chunk
-LONGEST = 128 * ROW  # elements of one part
-MOST = 128 + _ROWS  # rows made at once: of a part that begins within a chunk, too
+LONGEST = 256 * ROW  # elements of one part: with fewer, threads wait for the interpreter's lock
+MOST = 256 + _ROWS  # rows made at once: of a part that begins within a chunk, too
 
 
 @dataclass(frozen=True)
 class Part:
     """Elements of a tensor that get their noise in one piece: `target` is at most LONGEST of them, flat."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     start: int  # where the target begins in the stream of the key
     target: Floats
 
@@ -49,24 +49,45 @@ class Part:
 
 def add_gaussians(parts: Sequence[Part], scale: float) -> None:
     """Each target += scale · its numbers, added in float64 and rounded once."""
-    words = np.empty((4, MOST, LANES))
+    space = _Space()
     waiting: list[Part] = []
     rows = 0
     for part in parts:
         if not len(part.target):
             continue
         if rows + part.rows > MOST:
-            _add_waiting(waiting, words[:, :rows], scale)
+            _add_waiting(waiting, space.numbers(rows, scale))
             waiting, rows = [], 0
-        _words(part, words[:, rows : rows + part.rows])
+        space.fill(part, rows)
         waiting.append(part)
         rows += part.rows
     if waiting:
-        _add_waiting(waiting, words[:, :rows], scale)
+        _add_waiting(waiting, space.numbers(rows, scale))
 
 
-def _add_waiting(parts: Sequence[Part], words: Floats, scale: float) -> None:
-    numbers = _gaussians(words, scale).reshape(-1)
+class _Space:
+    """Memory for MOST rows, used again and again: new pages cost as much as the numbers."""
+
+    def __init__(self) -> None:
+        self._stream = np.empty(MOST * ROW * 8 + ROOM, dtype=np.uint8)
+        self._words = np.empty((4, MOST, LANES))
+        self._numbers = np.empty((MOST, 2, LANES))
+
+    def fill(self, part: Part, begin: int) -> None:
+        """The words of every pair of its rows, as floats, from row `begin` on."""
+        chunks = -(-part.rows // _ROWS)
+        stream = Keystream(part.key, part.first * LANES).bytes(chunks * CHUNK * 8, self._stream)
+        blocks = stream.view("<u4").reshape(chunks, LANES, _ROWS, 4).transpose(3, 0, 2, 1)  # word, chunk, row, lane
+        rows = part.rows // chunks
+        out = self._words[:, begin : begin + part.rows]
+        np.copyto(out.reshape(4, chunks, rows, LANES), blocks[:, :, :rows])
+
+    def numbers(self, rows: int, scale: float) -> Floats:
+        """Of the first rows, flat."""
+        return _gaussians(self._words[:, :rows], scale, self._numbers[:rows]).reshape(-1)
+
+
+def _add_waiting(parts: Sequence[Part], numbers: Floats) -> None:
     begin = 0
     for part in parts:
         own = numbers[begin + part.skipped :][: len(part.target)]
@@ -74,20 +95,11 @@ def _add_waiting(parts: Sequence[Part], words: Floats, scale: float) -> None:
         begin += part.rows * ROW
 
 
-def _words(part: Part, out: Floats) -> None:
-    """The four words of every pair of its rows, as floats [4, rows, LANES]."""
-    chunks = -(-part.rows // _ROWS)
-    stream = Keystream(part.key, part.first * LANES).bytes(chunks * CHUNK * 8)
-    blocks = stream.view("<u4").reshape(chunks, LANES, _ROWS, 4).transpose(3, 0, 2, 1)  # word, chunk, row, lane
-    rows = part.rows // chunks
-    np.copyto(out.reshape(4, chunks, rows, LANES), blocks[:, :, :rows])
+def _gaussians(words: Floats, scale: float, found: Floats) -> Floats:
+    """Box–Muller [rows, 2, LANES], into `found`: of words as in chacha.pair, which are overwritten.
 
-
-def _gaussians(words: Floats, scale: float) -> Floats:
-    """Box–Muller [rows, 2, LANES]: of words as in chacha.pair, which are overwritten.
-
-    With t the tangent of half the angle, cosine and sine are (1 − t²)/(1 + t²) and 2t/(1 + t²): one function in place
-    of two, and where t is as large as a float can make it, still −1 and 0.
+    With t the tangent of half the angle and q = 2/(1 + t²), cosine and sine are q − 1 and q·t: one function in place of
+    two, and where t is as large as a float can make it, still −1 and 0.
     """
     u, middle, low, t = words
     low *= 2.0**-32
@@ -97,16 +109,15 @@ def _gaussians(words: Floats, scale: float) -> Floats:
     u += middle
     u *= 2.0**-32
     u += 2.0**-97
-    radius = np.minimum(np.log(u, out=u), 0.0, out=u)
-    radius *= -2.0
+    radius = np.log(u, out=u)  # u is at most 1
+    radius *= -2.0 * scale * scale
     np.sqrt(radius, out=radius)
-    radius *= scale
     t *= math.pi * 2.0**-32
     np.tan(t, out=t)
     square = np.multiply(t, t, out=low)
-    radius /= np.add(square, 1.0, out=middle)
-    found = np.empty((len(t), 2, LANES))
-    np.multiply(radius, np.subtract(1.0, square, out=square), out=found[:, 0])
-    t *= 2.0
-    np.multiply(radius, t, out=found[:, 1])
+    square += 1.0
+    twice = np.divide(radius, square, out=middle)
+    twice *= 2.0
+    np.subtract(twice, radius, out=found[:, 0])
+    np.multiply(twice, t, out=found[:, 1])
     return found

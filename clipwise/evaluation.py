@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._check import count, positive
 from .batch import map_tensors
-from .engine.state import held_tensors, kept_state, restore_state
+from .engine.state import held_tensors, kept_state, marks, restore_state, written_to
 from .errors import CrossExampleOp, LossShape, UnsupportedOp
 from .sampling import Collate, as_dataset, collate_for
 from .training import PrivateTraining
@@ -51,7 +51,7 @@ def private_score(
     if training._ranks.share[1] > 1:
         raise UnsupportedOp("private_score runs on one process: load the run's checkpoint and ledger there.")
     modes = {module: module.training for module in model.modules()}
-    before, marks = kept_state(model), _marks(model)
+    before, unwritten = kept_state(model), marks(held_tensors(model))
     ledger.reserve("look")
     try:
         if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
@@ -70,7 +70,7 @@ def private_score(
                         "score_fn must return one number per record, shape [b], such as (prediction == label).float()."
                     )
                 total += bounded_sum(scores)
-                if _marks(model) != marks:
+                if written_to(unwritten, marks(held_tensors(model))):
                     raise CrossExampleOp(
                         "The model keeps something of the records that it scores (a buffer or a cached tensor "
                         "changed), so scores depend on each other and records would be published with it. Turn that "
@@ -93,11 +93,6 @@ def private_score(
         stream="evaluation",
     )
     return float(noised["score"][0]) / size
-
-
-def _marks(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensors the model holds, and how often each was written to."""
-    return {name: (id(x), x._version) for name, x in held_tensors(model)}
 
 
 def bounded_sum(scores: Tensor) -> float:

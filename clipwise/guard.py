@@ -43,12 +43,15 @@ class Turn:
 
     def __init__(self) -> None:
         """Nobody's."""
-        self._thread: dict[str, int] = {}
+        self._holder: dict[str, list[int]] = {}
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """It stays taken, unless what is tried fails. Raise where another thread has it."""
-        if self._thread.setdefault("owner", get_ident()) != get_ident():
+        """It stays taken, unless what is tried fails. Raise where a batch has it, of whatever thread."""
+        mine = [get_ident()]
+        if (held := self._holder.setdefault("batch", mine)) is not mine:
+            if held == mine:
+                raise WrongOrder("The batch before this one was not released; call training.release() once per batch.")
             raise WrongOrder("Another thread is in the middle of a step of this run, which takes one batch at a time.")
         try:
             yield
@@ -58,7 +61,7 @@ class Turn:
 
     def leave(self) -> None:
         """For the next batch, of whatever thread."""
-        self._thread.clear()
+        self._holder.clear()
 
 
 def check_newest(model: nn.Module, guard: StepGuard, ledger: Ledger) -> None:

@@ -167,7 +167,7 @@ def _on_cpu(values: Mapping[str, Tensor], fill: Fill) -> dict[str, Tensor]:
     outputs = {name: value.cpu() for name, value in values.items()}
     flat = {name: value.view(-1).numpy() for name, value in outputs.items()}
     blocks = [(name, i, x[i : i + BLOCK]) for name, x in flat.items() for i in range(0, len(x), BLOCK)]
-    workers = torch.get_num_threads() if sum(len(target) for _, _, target in blocks) > 4 * BLOCK else 1
+    workers = torch.get_num_threads() if sum(len(target) for _, _, target in blocks) > 2 * BLOCK else 1
     if workers == 1:
         fill(blocks)
     else:  # OpenSSL and numpy release the interpreter lock

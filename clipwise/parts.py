@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._types import Engine
 from .engine import OpRule, Tape
-from .engine.state import beside_parameters
+from .engine.state import Writes, beside_parameters, marks, same_values, written_to
 from .errors import CrossExampleOp
 from .thresholds import State
 
@@ -39,23 +39,28 @@ class Settings:
 class Memory:
     """What the model holds beside its parameters: in a step nothing may be written to it but what the preflight saw."""
 
-    def __init__(self, model: nn.Module, allowed: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, known: Writes) -> None:
         """As it is before the step."""
-        self._model, self._allowed = model, allowed
-        self._before = self._marks()
+        self._model, self._known = model, known
+        self._before = marks(self._held())
+        self._values = {name: x.detach().clone() for name, (x, _) in self._before.items() if name in known.same}
 
-    def _marks(self) -> dict[str, tuple[int, int]]:
-        held = dict(beside_parameters(self._model))
-        return {name: (id(x), x._version) for name, x in held.items() if name not in self._allowed}
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, x) for name, x in beside_parameters(self._model) if name not in self._known.changing)
 
     def check(self) -> None:
         """Raise where something of a batch may have stayed."""
-        after = self._marks()
-        if changed := [name for name in {**self._before, **after} if self._before.get(name) != after.get(name)]:
+        after = marks(self._held())
+        written = [name for name in written_to(self._before, after) if not self._as_it_was(name, after.get(name))]
+        if written:
             raise CrossExampleOp(
                 f"The forward pass wrote into the model, which no probe of the preflight made it do: "
-                f"{', '.join(changed[:5])}. That is never noised, and would be published with the model. Turn it off."
+                f"{', '.join(written[:5])}. That is never noised, and would be published with the model. Turn it off."
             )
+
+    def _as_it_was(self, name: str, now: tuple[Tensor, int | None] | None) -> bool:
+        """Whether the probes wrote the same values over it, and so did this batch."""
+        return now is not None and name in self._values and same_values(self._values[name], now[0])
 
 
 @dataclass

@@ -37,6 +37,7 @@ class Dataset(Protocol):
 
 Collate = Callable[[list[Any]], Any]
 _COLUMNS = (torch.Tensor, np.ndarray)
+_PIECE = 2**20  # records whose coins are flipped at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,10 +79,16 @@ class Coins:
 
     def __init__(self) -> None:
         """Draw a key."""
+        self._renew()
+
+    def _renew(self) -> None:
+        self._process = os.getpid()
         self._coins = Keystream(secrets.token_bytes(32))
 
     def uniform(self) -> float:
         """In [0, 1)."""
+        if os.getpid() != self._process:
+            self._renew()
         return float(self._coins.random(1)[0])
 
 
@@ -108,7 +115,9 @@ class PoissonSampler:
         if os.getpid() != self._process and self._seed is None:
             self._renew()
         mine = np.arange(size)[slice(self._share[0], None, self._share[1])]
-        return mine[self._coins.random(len(mine)) < self.sampling_prob]
+        pieces = (mine[i : i + _PIECE] for i in range(0, len(mine), _PIECE))  # so that memory holds few coins at a time
+        drawn = [piece[self._coins.random(len(piece)) < self.sampling_prob] for piece in pieces]
+        return np.concatenate([mine[:0], *drawn])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PoissonSampler:
         """A copy flips its own coins."""
@@ -168,8 +177,12 @@ def as_dataset(dataset: Any) -> Dataset:
 def collate_for(dataset: Any, collate_fn: Collate | None) -> Collate:
     """What makes a batch of records: the user's function, or torch's, which turns tuples into lists: not ours."""
     if collate_fn is None and isinstance(as_dataset(dataset), TensorDataset):
-        return lambda records: tuple(default_collate(records))
+        return _collate_tuples
     return collate_fn or default_collate
+
+
+def _collate_tuples(records: list[Any]) -> Any:
+    return tuple(default_collate(records))
 
 
 def _parts(record: Any) -> Iterator[bytes]:
@@ -231,7 +244,7 @@ def poisson_batches(
     if type(records) in (TensorDataset, _Rows) and collate_fn is None:  # others may have an indexing of their own
         collated = _indexed(records, chosen)  # type: ignore[arg-type]
     else:
-        collated = _loaded(records, chosen, collate_fn or default_collate, num_workers)
+        collated = _loaded(records, chosen, collate_for(records, collate_fn), num_workers)
     for data, size in collated:
         if size:
             check_size(data, size)

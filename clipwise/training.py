@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from .clipping import check_optimizer, clip, engine_gradients, trainable, with_r
 from .engine import Paths, Tape
 from .engine.compiled import Compiled
 from .engine.preflight import Probe, nobody, preflight_batch, preflight_dataset
+from .engine.state import Writes
 from .errors import ParameterMismatch, RankFailed, WrongBatch, WrongOrder
 from .guard import GUARDS, RUNS, StepGuard, Turn, check_modes, check_newest
 from .ledger import Ledger
@@ -60,7 +61,7 @@ class PrivateTraining:
         self._modes: list[bool] | None = None  # training flags of the modules, as the preflight saw them
         self._step: Step | None = None
         self._turn = Turn()
-        self._counters: Collection[str] | None = None  # what forward passes may write to, as the preflight saw
+        self._writes: Writes | None = None  # what forward passes may write to, as the preflight saw
         self._paths: Paths = {}
         self._compiled = Compiled(model, self._clipped) if settings.compile else None
         self._checked = False
@@ -157,7 +158,7 @@ class PrivateTraining:
         elif self._settings.preflight and self._loss_fn is not None and len(records):
             probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
             found = preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
-            self._counters = found.counters
+            self._writes = found.writes
             if self._compiled is not None:
                 like = records[0] if self._settings.probe is None else self._settings.probe[0]
                 self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
@@ -201,7 +202,7 @@ class PrivateTraining:
             batch = PoissonBatch(batch, 0 if batch is None else batch_size(batch))
             self._issued.add(batch)
             if batch._size and self._settings.preflight and self._loss_fn is not None and not self._checked:
-                self._counters = preflight_batch(self._model, self._loss_fn, batch.data, self._engine()).counters
+                self._writes = preflight_batch(self._model, self._loss_fn, batch.data, self._engine()).writes
                 self._modes, self._checked = [module.training for module in self._model.modules()], True
         if not isinstance(batch, PoissonBatch) or batch not in self._issued:
             raise WrongBatch(
@@ -234,15 +235,13 @@ class PrivateTraining:
 
     def microbatches(self, batch: PoissonBatch) -> list[Microbatch]:
         """Begin a batch: reserve its charge, and split it. An empty batch has no microbatches, only a release."""
-        if self._step is not None:
-            raise WrongOrder("The batch before this one was not released; call training.release() once per batch.")
-        batch = self._accepted(batch)
-        with self._turn.taken():
+        with self._turn.taken():  # first: what is asked below must still hold when the batch begins
+            batch = self._accepted(batch)
             parameters = self._check_parameters()
+            memory = None if self._writes is None else Memory(self._model, self._writes)
             self._ledger.reserve()
-        self._issued.discard(batch)
+            self._issued.discard(batch)
         self._outstanding = None
-        memory = None if self._counters is None else Memory(self._model, self._counters)
         self._step = Step(self._threshold, self._bound(parameters), batch._size, [], memory=memory)
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
@@ -312,12 +311,13 @@ class PrivateTraining:
         step.sums = {name: step.sums[name] if name in step.sums else zeros_like(p) for name, p in parameters.items()}
         self._gather(step)
         self._step = None
-        number = self._ranks.charge(self._ledger.commit)
-        noised, released = self._noised(step, number)
-        self._threshold = self._plan.threshold.update(step.threshold, released, self._facts(parameters))
-        for name, p in parameters.items():  # in new memory: a compiled step puts its next, bare sums where these lie
-            p.grad = self._ranks.as_gradient(p, (noised[name] / self._plan.expected_batch_size).to(p.dtype))
         try:
+            number = self._ranks.charge(self._ledger.commit)
+            noised, released = self._noised(step, number)
+            self._threshold = self._plan.threshold.update(step.threshold, released, self._facts(parameters))
+            # Gradients get memory of their own: a compiled step puts its next, bare sums where these lie.
+            for name, p in parameters.items():
+                p.grad = self._ranks.as_gradient(p, (noised[name] / self._plan.expected_batch_size).to(p.dtype))
             self._guard.open = True
             self._optimizer.step()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -48,6 +49,29 @@ def test_a_keystream_goes_on_where_the_lower_counter_word_begins_anew(reads):
     stream = chacha.Keystream(KEY, last)
     found = b"".join(stream.bytes(count).tobytes() for count in reads)
     assert found == b"".join(w.to_bytes(4, "little") for block in blocks for w in block)
+
+
+def test_two_threads_never_get_the_same_words():
+    stream, found = chacha.Keystream(KEY), []
+
+    def read():
+        for _ in range(50):
+            found.append(stream.bytes(4096).tobytes())
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = chacha.Keystream(KEY).bytes(100 * 4096).tobytes()
+    assert set(found) == {whole[i : i + 4096] for i in range(0, len(whole), 4096)}
+
+
+def test_memory_of_the_caller_is_used():
+    mine = np.zeros(200 + chacha.ROOM, dtype=np.uint8)
+    found = chacha.Keystream(KEY).bytes(200, mine)
+    assert found.base is mine
+    assert found.tobytes() == chacha.Keystream(KEY).bytes(200).tobytes()
 
 
 def test_uniform_numbers_have_53_bits():

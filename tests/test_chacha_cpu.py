@@ -48,7 +48,7 @@ def test_it_is_added_in_float64_and_rounded_once():
 def test_the_ends_of_the_radius(word, radius):
     words = np.full((4, 1, chacha.LANES), float(word))
     words[3] = 0.0
-    found = chacha_cpu._gaussians(words, 2.0)
+    found = chacha_cpu._gaussians(words, 2.0, np.empty((1, 2, chacha.LANES)))
     assert found[0, 0, 0] == pytest.approx(2 * radius, rel=1e-12, abs=1e-7)
     assert np.isfinite(found).all()
 
@@ -59,7 +59,9 @@ def test_the_angle_where_its_tangent_ends_or_begins(turn):
     words[3] = turn
     angle = 2 * np.pi * turn / 2**32
     expected = np.array([np.cos(angle), np.sin(angle)]) * chacha.REACH
-    np.testing.assert_allclose(chacha_cpu._gaussians(words, 1.0)[0, :, 0], expected, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(
+        chacha_cpu._gaussians(words, 1.0, np.empty((1, 2, chacha.LANES)))[0, :, 0], expected, rtol=1e-12, atol=1e-13
+    )
 
 
 def test_a_seed_gives_the_noise_of_a_gpu():

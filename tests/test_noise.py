@@ -59,11 +59,11 @@ def test_a_thread_that_fails_stops_the_release(failing, mode, monkeypatch):
     source, begin = NoiseSource(mode), []
 
     class OneFails(Keystream):
-        def bytes(self, count):
+        def bytes(self, count, into=None):
             begin.append(None)
             if len(begin) == failing + 1:
                 raise MemoryError
-            return super().bytes(count)
+            return super().bytes(count, into)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(chacha, "Keystream", OneFails)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import pickle
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import clipwise as cw
+from clipwise import sampling
 from clipwise.batch import padded_slice
 from clipwise.errors import BatchShape, WrongBatch
-from clipwise.sampling import PoissonSampler, poisson_batches
+from clipwise.sampling import Coins, PoissonSampler, poisson_batches
 
 
 class Numbers(Dataset):
@@ -183,3 +185,33 @@ def test_bad_probabilities_are_refused(q):
 
 def test_public_name():
     assert cw.PoissonBatch is not None
+
+
+@pytest.mark.parametrize("share", [(0, 1), (1, 3)])
+def test_coins_of_many_records_are_flipped_in_pieces(monkeypatch, share):
+    whole = PoissonSampler(0.3, seed=5, share=share).draw(1000)
+    monkeypatch.setattr(sampling, "_PIECE", 7)
+    assert PoissonSampler(0.3, seed=5, share=share).draw(1000).tolist() == whole.tolist()
+    assert len(PoissonSampler(0.3).draw(0)) == 0
+
+
+def test_a_child_process_has_coins_of_its_own():
+    coins, (read, write) = Coins(), os.pipe()
+    coins.uniform()
+    if not (child := os.fork()):
+        os.write(write, repr(coins.uniform()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert float(os.read(read, 100)) != coins.uniform()
+
+
+class Named(TensorDataset):
+    """May index in its own way, so its records are taken one by one."""
+
+
+def test_a_kind_of_tensor_data_set_gives_tuples_as_the_preflight_does():
+    data = Named(torch.randn(20, 2), torch.zeros(20))
+    for workers in (0, 1):
+        batch = next(poisson_batches(data, PoissonSampler(1.0), 1, num_workers=workers))
+        assert type(batch.data) is tuple
+        assert type(sampling.collate_for(data, None)([data[0], data[1]])) is tuple

@@ -153,6 +153,8 @@ def test_optimizers_that_cannot_be_private_are_refused():
 def test_a_refused_privatize_leaves_no_lock_behind(tmp_path):
     with pytest.raises(ValueError, match="seed"):
         make(ledger=tmp_path / "x.ledger", seed=-1)
+    with pytest.raises(ValueError, match="seed"):
+        make(ledger=tmp_path / "x.ledger", seed=2**128)
     first = make(ledger=tmp_path / "x.ledger")
     with pytest.raises(errors.LedgerError, match="earlier run in this process"):
         make(ledger=tmp_path / "x.ledger")

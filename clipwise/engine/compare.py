@@ -18,7 +18,7 @@ from .gradients import Gradients, check_losses
 from .op_rule import OpRule
 from .products import exact_products
 from .reduce import Paths, Reduced
-from .state import differing, kept_state, restore_state
+from .state import Writes, differing, kept_state, restore_state
 from .tape import Tape
 
 _SIZES, _AGAIN = (2, 8), 16  # other sizes of batches; how often one is made again where something is drawn
@@ -31,7 +31,7 @@ class PreflightReport:
     worst_loss_error: float
     worst_norm_error: float
     unused: tuple[str, ...]
-    counters: tuple[str, ...] | None = None  # what forward passes write to, whatever the data; None: not known
+    writes: Writes | None = None  # None: not known
 
 
 def _drawn() -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class Rig:
         for i, record in enumerate(records):
             alone = self.collated([record])
             restore_state(self.model, before)
-            loss, own = _alone(self.model, self.loss_fn, alone, parameters)
+            loss, own = by_itself(self.model, self.loss_fn, alone, parameters)
             truth = torch.stack([g.double().norm() for g in own.values()]).to(norms)
             apart = torch.stack([_apart(g, gradients.reduced[name], i) for name, g in own.items()]).to(norms)
             errors = torch.maximum((norms[i] - truth).abs(), apart) / (float(truth.square().sum().sqrt()) + floor)
@@ -152,7 +152,7 @@ def _suspects(model: nn.Module) -> str:
     return f" It stands in {', '.join(found[:3])}." if found else ""
 
 
-def _alone(
+def by_itself(
     model: nn.Module, loss_fn: LossFn, data: Any, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradient of one record by plain autograd: no tape, no rule."""

@@ -21,6 +21,7 @@ from .contributions import Outer
 from .products import MOVED, Precision, product
 
 LONG = 1024  # inner products longer than this are cut
+_STRIP = 128  # positions that meet those after them at once, on a CPU: fewer make products slow
 _FEW = 8  # positions, up to which plain products are as good as the fused kernel
 
 
@@ -80,6 +81,8 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision, sums: torch.dtyp
     left, right = uses.left, uses.right
     size, groups, t, p = left.shape
     sides = (p, right.shape[3])
+    if precision == "exact":
+        return _by_strips(left, right, dtype, sums or dtype)
     if not is_fused(uses, precision):
         products = [
             inner_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right)
@@ -88,6 +91,25 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision, sums: torch.dtyp
     found, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
     total, *spreads = found.reshape(3, size, groups).unbind(0)
     return _gram(total, squares.unbind(0), spreads, sides, dtype, errors(sides, dtype, precision, p <= sides[1]))
+
+
+def _by_strips(left: Tensor, right: Tensor, dtype: torch.dtype, sums: torch.dtype) -> Gram:
+    """Inner products are symmetric: a strip of positions meets only itself and those that come after it."""
+    size, groups, t, p = left.shape
+    d = right.shape[3]
+    strip = _STRIP if left.device.type == "cpu" else max(t, 1)
+    total: Tensor | float = 0.0
+    diagonals: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for first in range(0, max(t, 1), strip):
+        own, seen = (inner_products(x[:, :, first:].flatten(0, 1), dtype, "exact", strip) for x in (left, right))
+        both = own * seen
+        total += both.sum((1, 2), dtype=torch.float64) + both[:, :, strip:].sum((1, 2), dtype=torch.float64)
+        for found, x in zip(diagonals, (own, seen), strict=True):
+            found.append(x.diagonal(dim1=1, dim2=2).reshape(size, groups, -1))
+    assert isinstance(total, Tensor)
+    error, unit, *_ = errors((p, d), dtype, "exact", p <= d)
+    known = (error, unit if sums == dtype else unit_roundoff(sums), 0.0, 0.0)  # what underflows in the sum is lost, too
+    return _gram(total.reshape(size, groups), [torch.cat(x, dim=2) for x in diagonals], [], (p, d), sums, known)
 
 
 def gram_of(
@@ -135,12 +157,12 @@ def _moved(norms: Sequence[Tensor], spreads: Sequence[Tensor], error: float, mov
     return max(moved) * torch.minimum((whole * largest).sum(1), (norms[0] * norms[1]).sum((1, 2)))
 
 
-def inner_products(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
-    """x·xᵀ; long inner products in chunks that are added in float64, so that their error does not grow."""
+def inner_products(x: Tensor, dtype: torch.dtype, precision: Precision, rows: int | None = None) -> Tensor:
+    """x·xᵀ, or its first rows; long inner products in chunks that are added in float64: their error does not grow."""
     if x.shape[2] <= LONG:
-        return product(x, x.mT, dtype, precision)
+        return product(x[:, :rows], x.mT, dtype, precision)
     parts = x.split(LONG, dim=2)
-    total = product(parts[0], parts[0].mT, dtype, precision).double()
+    total = product(parts[0][:, :rows], parts[0].mT, dtype, precision).double()
     for part in parts[1:]:
-        total += product(part, part.mT, dtype, precision)
+        total += product(part[:, :rows], part.mT, dtype, precision)
     return total

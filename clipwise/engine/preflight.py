@@ -10,6 +10,7 @@ op rules, and padding, packing or mixing in the collate function.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +27,23 @@ from .._types import LossFn
 from ..batch import check_size, map_tensors, tensors
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .compare import PreflightReport as PreflightReport
-from .compare import Rig, written
+from .compare import Rig, by_itself, written
 from .op_rule import OpRule
 from .probes import lengths, made_record
 from .quiet import HIGH, LOW, Quiet
 from .recompute import no_recompute
 from .reduce import Paths
-from .state import CODE, differing, kept_state, left_behind, restore_state
+from .state import (
+    CODE,
+    Writes,
+    beside_parameters,
+    differing,
+    kept_state,
+    left_behind,
+    marks,
+    restore_state,
+    written_to,
+)
 
 Collate = Callable[[list[Any]], Any]
 _PROBES = 5
@@ -132,7 +143,7 @@ def _checked(
 
     fresh = loss_fn if isinstance(loss_fn, CODE) or kind != "usual" else _copied(loss_fn)
 
-    def counters(made: Callable[[], nn.Module | None], cast: Callable[[Any], Any]) -> tuple[str, ...] | None:
+    def writes(made: Callable[[], nn.Module | None], cast: Callable[[Any], Any]) -> Writes | None:
         if kind != "usual" or fresh is None:
             return None
         return _check_memory(made, fresh, lambda chosen: cast(collated(chosen)), records)
@@ -144,7 +155,7 @@ def _checked(
         try:
             report = check(copied, _as_double, 1e-5, known)
             copied = None  # at most one such copy at a time
-            report = replace(report, counters=counters(lambda: _double(model), _as_double))
+            report = replace(report, writes=writes(lambda: _double(model), _as_double))
             if kind == "unlike":
                 return report
             if (moved := _double(model)) is not None:
@@ -160,6 +171,8 @@ def _checked(
         except Exception:
             pass  # a loss that keeps its own model, or float32 written into the code: check the model itself
     twin = _copied(model) if kind != "unlike" else None
+    if kind == "unlike" and _unsteady(model, loss_fn, collated, records):
+        return PreflightReport(math.inf, math.inf, ())
     check(model, lambda data: data, 1.0, paths, LOW)  # for what it refuses, and to fix the paths
     exact = {name: replace(path, wide=True) for name, path in paths.items()}
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
@@ -167,7 +180,7 @@ def _checked(
     report = check(model, lambda data: data, tolerance, exact)
     if twin is not None:
         try:
-            report = replace(report, counters=counters(lambda: _copied(twin), lambda data: data))
+            report = replace(report, writes=writes(lambda: _copied(twin), lambda data: data))
             _move(twin)
             check(twin, lambda data: data, 10 * tolerance, exact, LOW)
         except CrossExampleOp:
@@ -192,12 +205,32 @@ def _double(model: nn.Module) -> nn.Module | None:
         return None
 
 
+def _unsteady(
+    model: nn.Module, loss_fn: LossFn, collated: Callable[[Sequence[Any]], Any], records: Sequence[Any]
+) -> bool:
+    """Whether the last digits of float32 in large records are seen in a loss or gradient: then they show nothing."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for record in records:
+        found = []
+        for nudge in (1.0, 1 + 2.0**-22):
+            with _untouched(model, HIGH):
+                loss, grads = by_itself(model, loss_fn, _times(collated([record]), nudge), parameters)
+            found.append(torch.cat([loss.reshape(1), *(g.flatten() for g in grads.values())]).double())
+        if not torch.linalg.vector_norm(found[1] - found[0]) <= 1e-3 * torch.linalg.vector_norm(found[0]):
+            return True
+    return False
+
+
+def _times(data: Any, factor: float) -> Any:
+    return map_tensors(data, lambda x: x * factor if x.is_floating_point() else x)
+
+
 def _check_memory(
     made: Callable[[], nn.Module | None],
     loss_fn: LossFn,
     collated: Callable[[Sequence[Any]], Any],
     records: Sequence[Any],
-) -> tuple[str, ...] | None:
+) -> Writes | None:
     """Nothing of a batch may stay in the model, or in a loss that is an object: a later one would depend on it.
 
     A plain number may, if nothing comes of it (the last loss, kept for a look). Given back is
@@ -210,9 +243,10 @@ def _check_memory(
         subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else _copied(loss_fn)
         if subject is None or loss is None:
             return None
-        before = left_behind(subject, loss)
+        before, unwritten = left_behind(subject, loss), marks(beside_parameters(subject))
         with _quiet(HIGH):
             loss(subject, collated(chosen))
+            touched = written_to(unwritten, marks(beside_parameters(subject)))
             after.append(left_behind(subject, loss))
             said.append(loss(subject, collated(first)).detach().nan_to_num())
         del subject
@@ -221,7 +255,8 @@ def _check_memory(
         plain = all(isinstance(one.get(name, ""), str) for one in after for name in changed)
         if not plain or not torch.allclose(said[1], said[2], rtol=1e-5):
             raise written(changed)
-    return tuple(differing(before, after[2]))
+    changing = frozenset(differing(before, after[2]))
+    return Writes(changing, frozenset(touched) - changing)
 
 
 def _as_double(data: Any) -> Any:

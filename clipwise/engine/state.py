@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,29 @@ def beside_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
+Marks = dict[str, tuple[Tensor, int | None]]
+
+
+def marks(named: Iterable[tuple[str, Tensor]]) -> Marks:
+    """Tensors by name, held so that no other takes their place unseen, and how often each was written to."""
+    return {name: (x, None if x.is_inference() else x._version) for name, x in named}
+
+
+def written_to(before: Marks, after: Marks) -> list[str]:
+    """Names of tensors that are others now, or were written to, be it with the values that they had."""
+    none = (None, None)
+    pairs = ((name, before.get(name, none), after.get(name, none)) for name in {**before, **after})
+    return [name for name, (x, old), (y, new) in pairs if x is not y or old != new]
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What forward passes write to beside the parameters, the same whatever the data is."""
+
+    changing: frozenset[str]  # other values than before
+    same: frozenset[str]  # the values that they had
+
+
 def kept_state(model: nn.Module) -> Kept:
     """A copy of all of it."""
     tensors = {name: b.detach().clone() for name, b in held_tensors(model)}
@@ -59,7 +82,7 @@ def restore_state(model: nn.Module, kept: Kept) -> None:
 
 
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, partial, type)
-_DEEP, _MOST = 4, 10_000  # how far into containers, and how many of their values
+_DEEP, _MOST = 4, 10_000  # how far into containers, and how many values of a module that are no tensors
 
 
 def left_behind(*holders: Any) -> dict[str, Any]:
@@ -69,15 +92,19 @@ def left_behind(*holders: Any) -> dict[str, Any]:
         modules = holder.named_modules() if isinstance(holder, nn.Module) else [(type(holder).__name__, holder)]
         for path, module in modules:
             if not isinstance(module, CODE) and hasattr(module, "__dict__"):
-                _look(vars(module), f"{path}" if number == 0 else f"{type(holder).__name__} {path}", _DEEP, found)
+                own: dict[str, Any] = {}
+                _look(vars(module), f"{path}" if number == 0 else f"{type(holder).__name__} {path}", _DEEP, own)
+                found |= own
     return {name.replace("_buffers.", ""): value for name, value in found.items()}
 
 
 def _look(value: Any, path: str, depth: int, found: dict[str, Any]) -> None:
-    if len(found) > _MOST or isinstance(value, (nn.Module, nn.Parameter, *CODE)):
+    if isinstance(value, (nn.Module, nn.Parameter, *CODE)):
         return  # parameters: the tape refuses to write to them, and they are large
     if isinstance(value, Tensor):
         found[path] = value.detach().clone()
+    elif len(found) > _MOST:
+        return
     elif isinstance(value, (bool, int, float, complex, str, np.generic)):
         found[path] = repr(value)
     elif isinstance(value, np.ndarray):
@@ -92,11 +119,12 @@ def _look(value: Any, path: str, depth: int, found: dict[str, Any]) -> None:
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of what is not the same in both."""
-    return [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
+    return [name for name in {**one, **other} if not same_values(one.get(name), other.get(name))]
 
 
-def _same(x: Any, y: Any) -> bool:
+def same_values(x: Any, y: Any) -> bool:
+    """Of two tensors, or of two of what `left_behind` gives."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return type(x) is type(y) and not isinstance(x, Tensor) and bool(x == y)
-    alike = x.shape == y.shape and x.dtype == y.dtype and x.layout == y.layout == torch.strided
+    alike = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and x.layout == y.layout == torch.strided
     return alike and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))

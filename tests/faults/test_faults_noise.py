@@ -68,7 +68,7 @@ def test_26_tails_reach_beyond_8_5_sigma(monkeypatch):
     """What the generators can give comes out unharmed, on the CPU, on a GPU, and hardened."""
 
     with monkeypatch.context() as patched:  # the words that give the largest radius, and angle 0
-        patched.setattr(chacha.Keystream, "bytes", lambda self, count: np.zeros(count, dtype=np.uint8))
+        patched.setattr(chacha.Keystream, "bytes", lambda self, count, into=None: np.zeros(count, dtype=np.uint8))
         assert drawn(NoiseSource(), 300, sigma=2.0).tolist() == pytest.approx([2 * chacha.REACH] * 256 + [0.0] * 44)
     zero = torch.tensor([0])
     assert float(chacha.pair((zero, zero, zero), zero)[0]) > 8.5

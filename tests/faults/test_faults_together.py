@@ -87,6 +87,40 @@ def test_22_a_data_set_with_an_indexing_of_its_own_is_not_read_past_it():
     assert not seen & {100, 101, 102, 103, 104, 108, 109}
 
 
+def test_12_what_the_probes_write_over_with_its_own_value_must_keep_it():
+    """Made-up records are small: only the real ones are beyond the maximum that the buffer holds."""
+
+    def grow(m, x):
+        m.top.copy_(torch.maximum(m.top, x.detach().abs().amax()))
+        return x
+
+    model = Model(grow)
+    model.top.fill_(1e6)
+    run = made(model)
+    batches = run.batches((DATA[0] * 1e9, DATA[1]))
+    with pytest.raises(CrossExampleOp, match="no probe of the preflight made it do: top"):
+        list(map(run.step, batches))
+
+
+@pytest.mark.parametrize("times", [2, 3, 4])
+def test_12_a_tensor_in_the_place_of_one_that_is_gone_is_seen(times):
+    """The second may have the address of the first, which is what Python's id is."""
+
+    def keep(m, x):
+        if x.abs().max() > 1e6:
+            for i in range(times):
+                m.cache = torch.relu(x.detach() - i)
+        return x
+
+    for _ in range(10):
+        model = Model(keep)
+        model.cache = torch.zeros(1)
+        run = made(model, sampling="asserted")
+        run.step(DATA)
+        with pytest.raises(CrossExampleOp, match="wrote into the model"):
+            run.step((DATA[0] * 1e9, DATA[1]))
+
+
 def test_38_a_run_does_not_go_on_beside_a_later_one():
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,3 +152,50 @@ def test_38_two_threads_are_never_in_one_step():
     run.step(DATA)
     assert "Another thread" in str(refused[0])
     assert run.ledger.charges == 1
+
+
+def test_22_a_batch_is_never_stepped_by_two_threads():
+    """One that looks at it is late: the other has stepped it by then."""
+    run = made(nn.Linear(6, 3))
+    batch, real = next(run.batches(DATA)), run._accepted
+    inside, goes_on, refused = threading.Event(), threading.Event(), []
+
+    def slow(given):
+        found = real(given)
+        inside.set()
+        goes_on.wait(5)
+        return found
+
+    def second():
+        inside.wait(5)
+        run._accepted = real
+        try:
+            run.step(batch)
+        except WrongOrder as error:
+            refused.append(error)
+        goes_on.set()
+
+    run._accepted, other = slow, threading.Thread(target=second)
+    other.start()
+    run.step(batch)
+    other.join(5)
+    assert "Another thread" in str(refused[0])
+    assert run.ledger.charges == 1
+
+
+def test_38_a_release_that_fails_does_not_end_the_run():
+    run = made(nn.Linear(6, 3))
+    batches, real = run.batches(DATA), run._noise.add_
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    run._noise.add_ = fails
+    with pytest.raises(MemoryError):
+        run.step(next(batches))
+    run._noise.add_ = real
+    assert run.ledger.charges == 1
+    thread = threading.Thread(target=lambda: run.step(next(batches)))
+    thread.start()
+    thread.join()
+    assert run.ledger.charges == 2
