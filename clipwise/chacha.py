@@ -6,9 +6,8 @@ what they are tested against.
 Element e of a tensor belongs to chunk e // 2048; chunk c uses the blocks 256·c … 256·c + 255 of the tensor's own
 key, so that any part of a tensor can be made alone and agrees with the whole. A block of 16 words gives eight
 numbers by Box–Muller: of four words, three are the radius (96 bits, tails to 11.5σ) and one is the angle. 32 bits
-would leave rays in float64 that rounding to float32 does not hide whole, so the last word of the radius refines the
-angle, too: it moves u by less than 2⁻⁶⁴, which is nothing to the radius until u is below 2⁻⁴⁰, once in 10¹² pairs. The
-GPU's kernel, in float32, leaves that out.
+alone would leave rays, which rounding to float32 does not hide whole, so the last word of the radius refines the angle,
+too: it moves u by less than 2⁻⁶⁴, which is nothing to the radius until u is below 2⁻⁴⁰, once in 10¹² pairs.
 
 The key is used for one tensor of one release and never again. The block function is that of RFC 8439, all twenty
 rounds of it.

@@ -39,17 +39,23 @@ def _word(pointer, LANES: tl.constexpr):
 
 @triton.jit
 def _add_pair(high, middle, low, angle, target, position, length, scale, LANES: tl.constexpr):
-    """Two numbers from 96 + 32 bits, as in chacha.pair, added at `position` and `position` + LANES."""
+    """Two numbers, as in chacha.pair, added at `position` and `position` + LANES."""
     u = high.to(tl.float32) * 2.0**-32 + middle.to(tl.float32) * 2.0**-64 + low.to(tl.float32) * 2.0**-96 + 2.0**-97
     near_one = (~high).to(tl.float32) * 2.0**-32 + (~middle).to(tl.float32) * 2.0**-64
     log = tl.where((high >> 31) == 0, libdevice.log(u), libdevice.log1p(-tl.minimum(near_one, 0.5)))
     r = tl.sqrt_rn(-2.0 * log) * scale
-    turn = angle.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-31
+    turn = angle.to(tl.int32, bitcast=True)  # 2³¹ are half a turn
+    quarter = (turn + 2**29) >> 30  # the nearest one; a float near 0 then keeps the angle's last bits
+    part = (turn - (quarter << 30)).to(tl.float32) * 2.0**-31 + low.to(tl.float32) * 2.0**-63
+    near, across = libdevice.cospi(part), libdevice.sinpi(part)
+    odd = (quarter & 1) != 0
+    cosine = tl.where(odd, across, near) * tl.where(((quarter + 1) & 2) != 0, -r, r)
+    sine = tl.where(odd, near, across) * tl.where((quarter & 2) != 0, -r, r)
     first = (position >= 0) & (position < length)
     second = (position + LANES >= 0) & (position + LANES < length)
     here = target + position
-    tl.store(here, tl.load(here, first) + r * libdevice.cospi(turn), first)
-    tl.store(here + LANES, tl.load(here + LANES, second) + r * libdevice.sinpi(turn), second)
+    tl.store(here, tl.load(here, first) + cosine, first)
+    tl.store(here + LANES, tl.load(here + LANES, second) + sine, second)
 
 
 @triton.jit
