@@ -186,6 +186,7 @@ LOADERS: dict[str, Callable[[], Data]] = {
     "names_split": lambda: _names(seed=1),
     "adult": _adult,
     "sst2": lambda: _part("sentences").glue("sst2"),
+    "sst2_last": lambda: _part("sentences").last_layer("sst2"),
     "qnli": lambda: _part("sentences").glue("qnli"),
     "qqp": lambda: _part("sentences").glue("qqp"),
     "mnli": lambda: _part("sentences").glue("mnli"),

@@ -55,19 +55,51 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(_Layer(width, heads, inner) for _ in range(layers))
         self.head = nn.Linear(width, classes)
 
-    def states(self, x: Tensor) -> Tensor:
-        """After the last layer, [b, t, width]."""
+    def states(self, x: Tensor, layers: int | None = None) -> Tensor:
+        """After the last layer, or after so many, [b, t, width]."""
         h: Tensor = self.norm(self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)))
         seen = (x != 0)[:, None, None, :]
-        for layer in self.layers:
+        for layer in self.layers[:layers]:
             h = layer(h, seen)
         return h
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean over what is not padding."""
-        here = (x != 0).to(self.head.weight.dtype)[:, :, None]
-        out: Tensor = self.head((self.states(x) * here).sum(dim=1) / here.sum(dim=1).clamp(min=1))
-        return out
+        """Logits from the last states."""
+        return _read(self.head, self.states(x), x != 0)
+
+
+def _read(head: nn.Linear, states: Tensor, seen: Tensor) -> Tensor:
+    """The head on the mean over what is not padding."""
+    here = seen.to(states.dtype)[:, :, None]
+    out: Tensor = head((states * here).sum(dim=1) / here.sum(dim=1).clamp(min=1))
+    return out
+
+
+class LastLayer(nn.Module):
+    """The last layer and the head of an encoder, whose other layers are frozen: takes what `before_last` gives."""
+
+    def __init__(self, whole: Encoder) -> None:
+        """Shares the weights."""
+        super().__init__()
+        self.layer, self.head = whole.layers[-1], whole.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, width + 1] to logits."""
+        seen = x[:, :, -1] > 0
+        states = self.layer(x[:, :, :-1].to(self.head.weight.dtype), seen[:, None, None, :])
+        return _read(self.head, states, seen)
+
+
+def before_last(model: Encoder, tokens: Tensor, rows: int = 512) -> Tensor:
+    """States before the last layer, and a column that says what is no padding: [n, t, width + 1], in halves."""
+    model.eval()
+    found = torch.empty(*tokens.shape, model.head.in_features + 1, dtype=torch.float16)
+    with torch.no_grad():
+        for start in range(0, len(tokens), rows):
+            x = tokens[start : start + rows]
+            found[start : start + rows, :, :-1] = model.states(x, len(model.layers) - 1).half()
+    found[:, :, -1] = (tokens != 0).half()
+    return found
 
 
 def load_bert(model: Encoder, theirs: dict[str, Tensor]) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from .dc_figures import grid_figure, knob_figure, level_figure, paid_figure
-from .norm_figures import clipped_figure, norm_figure, product_figure, rule_figure
+from .norm_figures import (
+    clipped_figure,
+    falling_figure,
+    norm_figure,
+    product_figure,
+    rule_figure,
+    steady_figure,
+)
 from .paint import COLORS, LINES, heatmap, panels
 from .papers import LABELS
 from .results_io import RESULTS, load
@@ -209,6 +216,8 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "A2": ("similarity", product_figure),
     "A13": ("similarity", clipped_figure),
     "A4": ("similarity", rule_figure),
+    "A14": ("sst2_last", falling_figure),
+    "A15": ("sst2_last", steady_figure),
     "clipped_mnist": ("bias", clipped_figure),
     "D1": ("mnist_dc", grid_figure),
     "dc_knobs": ("mnist_dc", knob_figure),

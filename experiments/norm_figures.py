@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .paint import COLORS, LINES, panels
+from .paint import COLORS, LINES, heatmap, panels
+from .sweeps import STEADIED, STEADY_RATES
 
 
 def by_norm(norms: Sequence[float], cosines: Sequence[float], bins: int = 8) -> list[tuple[float, float]]:
@@ -80,6 +81,52 @@ def product_figure(found: dict[str, Any]) -> Any:
     left.set_ylabel("share of examples below")
     left.legend(frameon=False, fontsize=8, loc="lower right")
     figure.suptitle(_title(found), y=1.02)
+    return figure
+
+
+STEADY = (0.0, *STEADIED)  # γ; AUTO-V has none
+
+
+def steady_run(rows: Sequence[dict[str, Any]], rate: float, gamma: float) -> dict[str, Any] | None:
+    """The run of A figures 14 and 15 at a learning rate and a γ, seed 0."""
+    wanted = ("auto-s", {"lr": rate, "gamma": gamma}) if gamma else ("auto-v", {"lr": rate})
+    found = [r for r in rows if (r["method"], r["settings"]) == wanted and r["seed"] == 0]
+    return found[0] if found else None
+
+
+def _name(gamma: float) -> str:
+    return f"γ = {gamma:g}" if gamma else "AUTO-V"
+
+
+def falling_figure(found: dict[str, Any]) -> Any:
+    """A figure 14: the length of the mean gradient along a run, for several γ, at each learning rate."""
+    figure, axes = panels(len(STEADY_RATES), sharey=True)
+    every = found["recipe"]["watch"]
+    for axis, rate in zip(axes, STEADY_RATES, strict=True):
+        for color, gamma in zip(LINES, STEADY, strict=False):
+            if (run := steady_run(found["rows"], rate, gamma)) is not None:
+                steps = [every * i for i in range(len(run["gradients"]))]
+                axis.plot(steps, run["gradients"], color=color, lw=1.2, label=_name(gamma))
+        axis.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
+    axes[0].set_ylabel("length of the mean gradient, test records")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle("SST-2, the last layer and head of MiniLM, ε = 3, one epoch, one seed", y=1.02)
+    return figure
+
+
+def steady_figure(found: dict[str, Any]) -> Any:
+    """A figure 15: accuracy over the learning rate and γ."""
+    from matplotlib.figure import Figure
+
+    runs = [[steady_run(found["rows"], rate, gamma) for gamma in STEADY] for rate in STEADY_RATES]
+    grid = [[float("nan") if run is None else 100 * run["accuracy"] for run in row] for row in runs]
+    figure = Figure(figsize=(5.6, 3.8))
+    axis = figure.subplots()
+    heatmap(axis, grid, low=50, high=90)
+    axis.set_xticks(range(len(STEADY)), [_name(gamma) for gamma in STEADY])
+    axis.set_yticks(range(len(STEADY_RATES)), [f"{rate:g}" for rate in STEADY_RATES])
+    axis.set(ylabel="learning rate")
+    axis.set_title("SST-2, the last layer and head of MiniLM, ε = 3, one epoch, one seed", fontsize=10)
     return figure
 
 

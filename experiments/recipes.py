@@ -63,6 +63,7 @@ class Recipe:
     searched: int = 1  # runs of that search, all with the same noise
     precision: str = "highest"  # of matrix products on a GPU; "high" is TF32; "bfloat16" runs the model in autocast
     microbatch: int = 0  # rows at a time, for memory's sake; 0 is the whole batch
+    watch: int = 0  # steps between two looks at the length of the mean gradient, on public records; 0 is never
 
     def changed(self, settings: Mapping[str, Any]) -> Recipe:
         """With other settings, given as words on the command line."""
@@ -100,10 +101,12 @@ MODELS: dict[str, Callable[[Recipe, Data], nn.Module]] = {
     "flat": lambda recipe, data: models.flat_probe(data.train[0][0].numel(), data.classes),
     "small-cnn": lambda recipe, data: models.small_cnn(data.train[0].shape[1], data.train[0].shape[2], data.classes),
     "minilm": lambda recipe, data: encoder.classifier(data.classes),
+    "minilm-last": lambda recipe, data: encoder.LastLayer(encoder.classifier(data.classes)),
     "decoder": lambda recipe, data: decoder.Decoder(data.classes, e2e.LENGTH),
 }
 
 _GLUE: tuple[tuple[Any, ...], dict[str, Any]] = ((0.1, "adamw", "rdp"), {"decay": True, "precision": "high"})
+_LAST: dict[str, Any] = {"decay": True, "watch": 6}
 RECIPES = {
     # P table 2, A table 1
     "mnist": Recipe("mnist", "cnn", 40, 512, 0.5, 3.0, 1e-5),
@@ -123,6 +126,7 @@ RECIPES = {
     "names_dc": Recipe("names", "lstm", 20, 256, 1e-3, 8.0, 1 / 16_040, 1.0, "adam", "rdp"),
     # P table 3, A table 2: MiniLM stands in for RoBERTa
     "sst2": Recipe("sst2", "minilm", 3, 1000, 5e-4, 3.0, 1 / (2 * 67_349), *_GLUE[0], **_GLUE[1]),
+    "sst2_last": Recipe("sst2_last", "minilm-last", 1, 1000, 5e-4, 3.0, 1 / (2 * 67_349), *_GLUE[0], **_LAST),
     "qnli": Recipe("qnli", "minilm", 6, 2000, 5e-4, 3.0, 1 / (2 * 104_743), *_GLUE[0], **_GLUE[1]),
     "qqp": Recipe("qqp", "minilm", 18, 6000, 5e-4, 3.0, 1 / (2 * 363_846), *_GLUE[0], **_GLUE[1]),
     "mnli": Recipe("mnli", "minilm", 18, 6000, 5e-4, 3.0, 1 / (2 * 392_702), *_GLUE[0], **_GLUE[1]),
@@ -235,6 +239,13 @@ def accuracy(model: nn.Module, part: Part, rows: int = 1_000) -> float:
     return right / asked
 
 
+def mean_gradient(model: nn.Module, losses: Callable[[nn.Module, Any], Tensor], part: Part, rows: int = 256) -> float:
+    """The length of the mean gradient, on public records."""
+    loss = losses(model, tuple(v[:rows] for v in part)).mean()
+    found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    return float(f"{torch.stack([g.double().norm() for g in found]).norm():.5g}")
+
+
 def balanced(model: nn.Module, part: Part, classes: int) -> float:
     """The mean over classes of the share that is found, on public records."""
     x, y = part
@@ -270,10 +281,12 @@ def _run_one(recipe: Recipe, method: str, seed: int, device: str, compile: bool)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema)) if recipe.ema else None
     row: dict[str, Any] = {"method": method, "seed": seed, "compiled": compile and method != NON_PRIVATE}
     steps = _plain_steps if method == NON_PRIVATE else _private_steps
-    clip_norms = []
+    clip_norms: list[float] = []
     for step in _told(steps(recipe, method, seed, model, optimizer, train, compile, row), f"{method} seed {seed}", row):
         if average is not None:
             average.update_parameters(model)
+        if recipe.watch and len(clip_norms) % recipe.watch == 0:
+            row.setdefault("gradients", []).append(mean_gradient(model, losses_of(recipe), test))
         clip_norms.append(step)
         if recipe.data.startswith("imagenette") and len(clip_norms) % max(1, len(train[0]) // recipe.batch_size) == 0:
             row.setdefault("by_epoch", []).append(round(accuracy(model, test), 4))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from . import encoder
 from .datasets import Data, find
 
 LENGTH = 64  # tokens; with both ends marked
@@ -64,22 +65,30 @@ def rows_of(path: Path, task: Task) -> list[tuple[tuple[str, ...], int]]:
     ]
 
 
-def tokens_of(texts: Sequence[tuple[str, ...]]) -> torch.Tensor:
-    """[n, LENGTH], padded with 0; the encoder has one kind of token: only the marks tell the two of a pair apart."""
+def tokens_of(texts: Sequence[tuple[str, ...]], length: int = LENGTH) -> torch.Tensor:
+    """[n, length], padded with 0; the encoder has one kind of token: only the marks tell the two of a pair apart."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(find("minilm", "tokenizer.json") / "tokenizer.json"))
-    tokenizer.enable_truncation(LENGTH)
-    tokenizer.enable_padding(length=LENGTH)
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length)
     given = [t[0] if len(t) == 1 else t for t in texts]
     return torch.tensor([found.ids for found in tokenizer.encode_batch(given)])
 
 
-def glue(name: str) -> Data:
-    """One task."""
+def glue(name: str, length: int = LENGTH) -> Data:
+    """One task; sentences that are trained on have at most `length` tokens."""
     task = TASKS[name]
     parts = []
-    for file in (task.train, task.dev):
+    for file, longest in ((task.train, length), (task.dev, LENGTH)):
         texts, labels = zip(*rows_of(_file(name, file), task), strict=True)
-        parts.append((tokens_of(texts), torch.tensor(labels)))
+        parts.append((tokens_of(texts, longest), torch.tensor(labels)))
     return Data(parts[0], parts[1], len(task.labels))
+
+
+def last_layer(name: str, length: int = 24) -> Data:
+    """One task as what MiniLM's last layer sees of it: the layers before are frozen, so a CPU runs them only once."""
+    data = glue(name, length)
+    model = encoder.classifier(data.classes)
+    train, test = ((encoder.before_last(model, x), y) for x, y in (data.train, data.test))
+    return Data(train, test, data.classes)

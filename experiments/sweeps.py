@@ -190,6 +190,16 @@ def glue() -> list[Point]:
     return [("sst2", m, {"epsilon": e}) for e in (3.0, 8.0) for m in methods] + [("sst2", "non-private", {})]
 
 
+STEADY_RATES = (1e-4, 5e-4, 2e-3, 8e-3)
+STEADIED = (1e-4, 1e-2, 1.0, 100.0)
+
+
+def steadied() -> list[Point]:
+    """A figures 14 and 15: γ of AUTO-S, 0 being AUTO-V, over the learning rate, on SST-2 with MiniLM's last layer."""
+    points: list[Point] = [("sst2_last", "auto-v", {"lr": rate}) for rate in STEADY_RATES]
+    return points + [("sst2_last", "auto-s", {"lr": r, "gamma": g}) for g in STEADIED for r in STEADY_RATES]
+
+
 COPIES = (1, 2, 4, 8)
 
 
@@ -249,6 +259,7 @@ SWEEPS = {
     "D4": fixed,
     "D8": dc_sgd,
     "P3": glue,
+    "A15": steadied,
     "names": names,
     "names_narrow": names_narrow,
     "imagenette": imagenette,

@@ -88,6 +88,21 @@ def test_rules_shorten_norms_to_one_at_most():
     assert len(right.lines) == len(found)
 
 
+def test_every_gamma_has_its_cell_and_its_curve():
+    rows = [
+        row(m, s, 0.6 + s.get("gamma", 0) / 1000) | {"gradients": [2.0, 1.0]}
+        for _, m, s in sweeps.steadied()
+        if s["lr"] != 8e-3
+    ]
+    found = {"rows": rows, "recipe": {"watch": 6}}
+    cells = texts(norm_figures.steady_figure(found).axes[0])
+    assert cells[:5] == ["60.0", "60.0", "60.0", "60.1", "70.0"]
+    assert cells[-5:] == [""] * 5  # no run at the last rate
+    curves = [axis.lines for axis in norm_figures.falling_figure(found).axes]
+    assert [len(lines) for lines in curves] == [5, 5, 5, 0]
+    assert list(curves[0][0].get_xdata()) == [0, 6]
+
+
 def written(folder, name, rows):
     (folder / f"{name}.json").write_text(json.dumps({"rows": rows}))
 

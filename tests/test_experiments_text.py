@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments import datasets, decoder, e2e, images, losses, overlap, recipes, sentences, tables
+from experiments import datasets, decoder, e2e, encoder, images, losses, overlap, recipes, sentences, tables
 
 TEXTS = ["xname is a cheap pub near xnear .", "the food is good and cheap", "a pub"]
 REFERENCES = [
@@ -39,6 +39,25 @@ def test_pairs_are_read_in_their_layouts(made):
         assert data.train[0][0, :5].tolist() == [2, 4, 3, 1, 4]  # good film, bad ", film
     with pytest.raises(ValueError, match="no column label, question"):
         sentences.rows_of(made / "mnli" / "train.tsv", sentences.TASKS["qnli"])
+
+
+def test_the_last_layer_alone_says_what_the_whole_encoder_says(made):
+    """But for the halves in which its input is kept."""
+    tokens, data = datasets.load("sst2"), datasets.load("sst2_last")
+    assert data.train[0].shape == (40, 24, 17)
+    assert data.test[0].shape == (40, sentences.LENGTH, 17)
+    whole = encoder.classifier(2).eval()
+    last = encoder.LastLayer(whole)
+    assert {id(p) for p in last.parameters()} < {id(p) for p in whole.parameters()}
+    for x, states in ((tokens.test[0], data.test[0]), (tokens.train[0][:, :24], data.train[0])):
+        torch.testing.assert_close(last(states), whole(x), atol=5e-3, rtol=0)
+
+
+def test_a_run_of_the_last_layer_is_watched(made, monkeypatch):
+    changed = recipes.RECIPES["sst2_last"].changed({"batch_size": 10, "epochs": 3, "epsilon": 50, "delta": 0.01})
+    row = recipes.run_one(changed, "auto-s", 0)
+    assert len(row["gradients"]) == 2  # before steps 0 and 6 of 12
+    assert all(length > 0 for length in row["gradients"])
 
 
 def test_facts_then_a_sentence_of_which_only_the_sentence_is_learnt(made):
