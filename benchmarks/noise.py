@@ -56,7 +56,9 @@ def rates_on_gpu(size: int = 2**29) -> dict[str, Any]:
     key = bytes(range(32))
     found: dict[str, Any] = {}
     for rounds in (8, 12, 20):
-        found[f"chacha{rounds}"] = size / timed_on_gpu(partial(add_gaussians_, [values], [key], 1.0, rounds=rounds)) / 1e6
+        found[f"chacha{rounds}"] = (
+            size / timed_on_gpu(partial(add_gaussians_, [values], [key], 1.0, rounds=rounds)) / 1e6
+        )
     found["torch.randn"] = size / timed_on_gpu(lambda: values.add_(torch.randn_like(values))) / 1e6
     parts = [torch.zeros(768, 768 * (1 + i % 4), device="cuda") for i in range(150)]
     source = NoiseSource()

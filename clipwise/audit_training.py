@@ -77,6 +77,7 @@ def _clipped(training: PrivateTraining, data: Any) -> Any:
     for part in training.microbatches(data):
         training._add(*training._clipped(part.data, part.mask, training.clip_norm), part)
     step, training._step = training._step, None
+    training._turn.leave()
     assert step is not None
     step.sums = {n: step.sums.get(n, torch.zeros_like(p)) for n, p in trainable(training.model).items()}
     if training.plan.release is not None and step.observed is None:

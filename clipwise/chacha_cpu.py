@@ -49,6 +49,8 @@ class Part:
 
 def add_gaussians(parts: Sequence[Part], scale: float) -> None:
     """Each target += scale · its numbers, added in float64 and rounded once."""
+    if not 1e-140 < scale < 1e140:
+        raise ValueError(f"Noise of scale {scale:g} is beyond what float64 can square.")
     space = _Space()
     waiting: list[Part] = []
     rows = 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._check import count, positive
 from .batch import map_tensors
-from .engine.state import held_tensors, kept_state, marks, restore_state, written_to
+from .engine.state import Untouched, held_tensors, kept_state, restore_state
 from .errors import CrossExampleOp, LossShape, UnsupportedOp
 from .sampling import Collate, as_dataset, collate_for
 from .training import PrivateTraining
@@ -51,7 +51,8 @@ def private_score(
     if training._ranks.share[1] > 1:
         raise UnsupportedOp("private_score runs on one process: load the run's checkpoint and ledger there.")
     modes = {module: module.training for module in model.modules()}
-    before, unwritten = kept_state(model), marks(held_tensors(model))
+    before = kept_state(model)
+    held = Untouched(lambda: held_tensors(model), before.tensors)
     ledger.reserve("look")
     try:
         if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
@@ -70,7 +71,7 @@ def private_score(
                         "score_fn must return one number per record, shape [b], such as (prediction == label).float()."
                     )
                 total += bounded_sum(scores)
-                if written_to(unwritten, marks(held_tensors(model))):
+                if held.written():
                     raise CrossExampleOp(
                         "The model keeps something of the records that it scores (a buffer or a cached tensor "
                         "changed), so scores depend on each other and records would be published with it. Turn that "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._types import Engine
 from .engine import OpRule, Tape
-from .engine.state import Writes, beside_parameters, marks, same_values, written_to
+from .engine.state import Untouched, Writes, beside_parameters
 from .errors import CrossExampleOp
 from .thresholds import State
 
@@ -41,26 +41,16 @@ class Memory:
 
     def __init__(self, model: nn.Module, known: Writes) -> None:
         """As it is before the step."""
-        self._model, self._known = model, known
-        self._before = marks(self._held())
-        self._values = {name: x.detach().clone() for name, (x, _) in self._before.items() if name in known.same}
-
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, x) for name, x in beside_parameters(self._model) if name not in self._known.changing)
+        held = lambda: ((name, x) for name, x in beside_parameters(model) if name not in known.changing)  # noqa: E731
+        self._held = Untouched(held, {name: x.detach().clone() for name, x in held() if name in known.same})
 
     def check(self) -> None:
         """Raise where something of a batch may have stayed."""
-        after = marks(self._held())
-        written = [name for name in written_to(self._before, after) if not self._as_it_was(name, after.get(name))]
-        if written:
+        if written := self._held.written():
             raise CrossExampleOp(
                 f"The forward pass wrote into the model, which no probe of the preflight made it do: "
                 f"{', '.join(written[:5])}. That is never noised, and would be published with the model. Turn it off."
             )
-
-    def _as_it_was(self, name: str, now: tuple[Tensor, int | None] | None) -> bool:
-        """Whether the probes wrote the same values over it, and so did this batch."""
-        return now is not None and name in self._values and same_values(self._values[name], now[0])
 
 
 @dataclass

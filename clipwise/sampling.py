@@ -82,8 +82,8 @@ class Coins:
         self._renew()
 
     def _renew(self) -> None:
-        self._process = os.getpid()
         self._coins = Keystream(secrets.token_bytes(32))
+        self._process = os.getpid()  # last: another thread must not take the old key for this process's
 
     def uniform(self) -> float:
         """In [0, 1)."""
@@ -106,9 +106,9 @@ class PoissonSampler:
         self._renew()
 
     def _renew(self) -> None:
-        self._process = os.getpid()
         key = secrets.randbits(256) if self._seed is None else int(self._seed) + (self._share[0] << 128)
         self._coins = Keystream(key.to_bytes(32, "little"))
+        self._process = os.getpid()  # last, as above
 
     def draw(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The indices of one batch, possibly none."""

@@ -239,10 +239,10 @@ class PrivateTraining:
             batch = self._accepted(batch)
             parameters = self._check_parameters()
             memory = None if self._writes is None else Memory(self._model, self._writes)
+            step = Step(self._threshold, self._bound(parameters), batch._size, [], memory=memory)
             self._ledger.reserve()
             self._issued.discard(batch)
-        self._outstanding = None
-        self._step = Step(self._threshold, self._bound(parameters), batch._size, [], memory=memory)
+            self._outstanding, self._step = None, step
         with self._charged_if_it_fails():
             size, rows = batch._size, self._settings.microbatch or max(batch._size, 1)
             for start in range(0, size, rows):

@@ -105,7 +105,7 @@ def falling_figure(found: dict[str, Any]) -> Any:
     for axis, rate in zip(axes, STEADY_RATES, strict=True):
         for color, gamma in zip(LINES, STEADY, strict=False):
             if (run := steady_run(found["rows"], rate, gamma)) is not None:
-                steps = [every * i for i in range(len(run["gradients"]))]
+                steps = [every * i + 1 for i in range(len(run["gradients"]))]
                 axis.plot(steps, run["gradients"], color=color, lw=1.2, label=_name(gamma))
         axis.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
     axes[0].set_ylabel("length of the mean gradient, test records")

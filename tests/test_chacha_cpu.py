@@ -71,3 +71,9 @@ def test_a_seed_gives_the_noise_of_a_gpu():
     )
     key = NoiseSource(seed=3)._derived("7/g/w/gpu", 32)
     torch.testing.assert_close(noised["w"], 3 * chacha.gaussians(key, 0, 100))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-150, 1e150, float("inf"), float("nan")])
+def test_a_scale_that_cannot_be_squared_is_refused(scale):
+    with pytest.raises(ValueError, match="beyond what float64 can square"):
+        add_gaussians([Part(KEY, 0, np.zeros(10))], scale)

@@ -100,7 +100,7 @@ def test_every_gamma_has_its_cell_and_its_curve():
     assert cells[-5:] == [""] * 5  # no run at the last rate
     curves = [axis.lines for axis in norm_figures.falling_figure(found).axes]
     assert [len(lines) for lines in curves] == [5, 5, 5, 0]
-    assert list(curves[0][0].get_xdata()) == [0, 6]
+    assert list(curves[0][0].get_xdata()) == [1, 7]
 
 
 def written(folder, name, rows):

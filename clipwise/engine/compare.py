@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,27 @@ class Rig:
             self._check_sizes(records, losses, again)
         self._check_buffers(records)
         return PreflightReport(worst_loss, worst_norm, tuple(gradients.unused))
+
+    def beside_others(self, records: Sequence[Any]) -> PreflightReport:
+        """Each record gives the same loss in batches of one size, whoever is beside it, or it raises.
+
+        Rounding is the same in all of them: for models whose gradients follow the last digits of their input.
+        """
+        before, worst = kept_state(self.model), 0.0
+        for i, record in enumerate(records):
+            batches = [self.collated([record, other]) for j, other in enumerate(records) if j != i]
+            first: Tensor | None = None
+            for batch in batches:
+                loss = self.loss_fn(self.model, batch).detach()[0]
+                restore_state(self.model, before)
+                if not torch.isfinite(loss):
+                    raise _not_finite()
+                first = loss if first is None else first
+                apart = float((loss - first).abs() / (first.abs() + 1e-6))
+                if not apart <= self.tolerance:
+                    raise self._mixing(batch, self.collated([record]), 0, "", apart, 0.0)
+                worst = max(worst, apart)
+        return PreflightReport(worst, math.inf, ())
 
     def _check_buffers(self, records: Sequence[Any]) -> None:
         """A buffer may change, like a step counter, but not in a way that depends on the records."""

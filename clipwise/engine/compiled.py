@@ -28,7 +28,7 @@ from ..batch import map_tensors, padded_slice, tensors
 from ..errors import ClipwiseError, UnsupportedOp
 from .probes import made_record
 from .products import exact_products
-from .state import kept_state, restore_state
+from .state import attributes_kept, kept_state, restore_state
 from .static import static, take_assumed
 
 Step = Callable[[Any, Tensor, Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -103,7 +103,7 @@ class Compiled:
         def flat(*inputs: Tensor) -> tuple[list[Tensor], Tensor]:
             rows = iter(inputs)
             batch = map_tensors(data, lambda x: next(rows))
-            with static(), torch.enable_grad():
+            with static(), torch.enable_grad(), attributes_kept(self._model):
                 sums, norms = self._step(batch, next(rows), next(rows))
             names[:] = list(sums)
             return list(sums.values()), norms

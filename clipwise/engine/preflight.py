@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -35,14 +36,13 @@ from .recompute import no_recompute
 from .reduce import Paths
 from .state import (
     CODE,
+    Untouched,
     Writes,
     beside_parameters,
     differing,
     kept_state,
     left_behind,
-    marks,
     restore_state,
-    written_to,
 )
 
 Collate = Callable[[list[Any]], Any]
@@ -172,7 +172,9 @@ def _checked(
             pass  # a loss that keeps its own model, or float32 written into the code: check the model itself
     twin = _copied(model) if kind != "unlike" else None
     if kind == "unlike" and _unsteady(model, loss_fn, collated, records):
-        return PreflightReport(math.inf, math.inf, ())
+        rig = Rig(model, loss_fn, collated, engine, op_rules, paths, 1e-3)
+        with _untouched(model, HIGH):
+            return rig.beside_others(records)
     check(model, lambda data: data, 1.0, paths, LOW)  # for what it refuses, and to fix the paths
     exact = {name: replace(path, wide=True) for name, path in paths.items()}
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
@@ -215,8 +217,12 @@ def _unsteady(
         for nudge in (1.0, 1 + 2.0**-22):
             with _untouched(model, HIGH):
                 loss, grads = by_itself(model, loss_fn, _times(collated([record]), nudge), parameters)
-            found.append(torch.cat([loss.reshape(1), *(g.flatten() for g in grads.values())]).double())
-        if not torch.linalg.vector_norm(found[1] - found[0]) <= 1e-3 * torch.linalg.vector_norm(found[0]):
+            found.append([loss, *grads.values()])
+        apart, whole = (
+            math.sqrt(sum(float((x - f * y).double().square().sum()) for x, y in zip(*found, strict=True)))
+            for f in (1, 0)
+        )
+        if not apart <= 1e-3 * whole:
             return True
     return False
 
@@ -237,26 +243,31 @@ def _check_memory(
     what may be written to, since it is the same whatever the data; None where no copy can be made.
     """
     first, second = (records[:2], records[2:4]) if len(records) > 3 else ([records[0]] * 2, [records[1]] * 2)
-    after: list[dict[str, Any]] = []
-    said: list[torch.Tensor] = []
-    for chosen in (first, first, second):  # what differs between the first two is a clock, and not the data
-        subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else _copied(loss_fn)
-        if subject is None or loss is None:
-            return None
-        before, unwritten = left_behind(subject, loss), marks(beside_parameters(subject))
-        with _quiet(HIGH):
-            loss(subject, collated(chosen))
-            touched = written_to(unwritten, marks(beside_parameters(subject)))
-            after.append(left_behind(subject, loss))
-            said.append(loss(subject, collated(first)).detach().nan_to_num())
-        del subject
-    again = set(differing(after[0], after[1]))
-    if changed := [name for name in differing(after[1], after[2]) if name not in again]:
-        plain = all(isinstance(one.get(name, ""), str) for one in after for name in changed)
-        if not plain or not torch.allclose(said[1], said[2], rtol=1e-5):
-            raise written(changed)
-    changing = frozenset(differing(before, after[2]))
-    return Writes(changing, frozenset(touched) - changing)
+    changing: set[str] = set()
+    touched: set[str] = set()
+    for moved in (False, True):  # what mirrors a parameter changes with it
+        after: list[dict[str, Any]] = []
+        said: list[torch.Tensor] = []
+        for chosen in (first, first, second):  # what differs between the first two is a clock, and not the data
+            subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else _copied(loss_fn)
+            if subject is None or loss is None:
+                return None
+            if moved:
+                _move(subject)
+            before, held = left_behind(subject, loss), Untouched(partial(beside_parameters, subject))
+            with _quiet(HIGH):
+                loss(subject, collated(chosen))
+                touched |= set(held.written())
+                after.append(left_behind(subject, loss))
+                said.append(loss(subject, collated(first)).detach().nan_to_num())
+            del subject
+        again = set(differing(after[0], after[1]))
+        if changed := [name for name in differing(after[1], after[2]) if name not in again]:
+            plain = all(isinstance(one.get(name, ""), str) for one in after for name in changed)
+            if not plain or not torch.allclose(said[1], said[2], rtol=1e-5):
+                raise written(changed)
+        changing |= set(differing(before, after[2]))
+    return Writes(frozenset(changing), frozenset(touched - changing))
 
 
 def _as_double(data: Any) -> Any:

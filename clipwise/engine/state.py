@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,19 +36,53 @@ def beside_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
-Marks = dict[str, tuple[Tensor, int | None]]
+Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
-def marks(named: Iterable[tuple[str, Tensor]]) -> Marks:
-    """Tensors by name, held so that no other takes their place unseen, and how often each was written to."""
-    return {name: (x, None if x.is_inference() else x._version) for name, x in named}
+class Untouched:
+    """Tensors by name as they are now, to ask later which are others or were written to.
+
+    They are held, so that no other one takes the place of one that is gone unseen. A write shows in the count that
+    torch keeps; tensors of inference mode have none, and are copied. `values` may be written over with themselves.
+    """
+
+    def __init__(self, named: Named, values: Mapping[str, Tensor] | None = None) -> None:
+        """As they are."""
+        self._named, self._values = named, values or {}
+        self._before = {name: (x, _mark(x)) for name, x in named()}
+
+    def written(self) -> list[str]:
+        """Names of those that are not as they were."""
+        now = dict(self._named())
+        return [name for name in {**self._before, **now} if not self._kept(name, now.get(name))]
+
+    def _kept(self, name: str, now: Tensor | None) -> bool:
+        if now is None:
+            return False
+        before, mark = self._before.get(name, (None, None))
+        same = same_values(mark, now) if isinstance(mark, Tensor) else now is before and mark == _mark(now)
+        return same or (name in self._values and same_values(self._values[name], now))
 
 
-def written_to(before: Marks, after: Marks) -> list[str]:
-    """Names of tensors that are others now, or were written to, be it with the values that they had."""
-    none = (None, None)
-    pairs = ((name, before.get(name, none), after.get(name, none)) for name in {**before, **after})
-    return [name for name, (x, old), (y, new) in pairs if x is not y or old != new]
+def _mark(x: Tensor) -> int | Tensor:
+    return x.detach().clone() if x.is_inference() else x._version
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that a tracer puts into modules are none: afterwards those of before are there again."""
+    before = [
+        (m, {n: x for n, x in vars(m).items() if isinstance(x, Tensor)}, dict(m._buffers)) for m in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, plain, buffers in before:
+            for name in [n for n, x in vars(module).items() if isinstance(x, Tensor) and n not in plain]:
+                del vars(module)[name]
+            vars(module).update(plain)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @dataclass(frozen=True)
@@ -78,7 +113,8 @@ def restore_state(model: nn.Module, kept: Kept) -> None:
         for name, b in held_tensors(model):
             known = kept.tensors.get(name)
             if known is not None and b.shape == known.shape and not torch.equal(b, known):
-                b.copy_(known)
+                with torch.inference_mode(b.is_inference()):
+                    b.copy_(known)
 
 
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, partial, type)
@@ -127,4 +163,4 @@ def same_values(x: Any, y: Any) -> bool:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return type(x) is type(y) and not isinstance(x, Tensor) and bool(x == y)
     alike = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and x.layout == y.layout == torch.strided
-    return alike and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+    return alike and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is NaN

@@ -121,6 +121,44 @@ def test_12_a_tensor_in_the_place_of_one_that_is_gone_is_seen(times):
             run.step((DATA[0] * 1e9, DATA[1]))
 
 
+def test_12_a_tensor_of_inference_mode_keeps_nothing_of_a_batch():
+    def keep(m, x):
+        if x.abs().max() > 1e6:
+            with torch.inference_mode():
+                m.table.copy_(x[0])
+        return x
+
+    model = Model(keep)
+    with torch.inference_mode():
+        model.table = torch.ones(6)
+    run = made(model, sampling="asserted")
+    run.step(DATA)
+    with pytest.raises(CrossExampleOp, match="wrote into the model"):
+        run.step((DATA[0] * 1e9, DATA[1]))
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.5, steps=3, expected_batch_size=8, evaluations=1)
+    model = Model(keep)
+    run = cw.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, losses)
+    with torch.inference_mode():
+        model.table = torch.ones(6)
+    with pytest.raises(CrossExampleOp, match="keeps something"):
+        cw.private_score(run, (DATA[0] * 1e9, DATA[1]), lambda m, b: m(b[0])[:, 0], size=32)
+    assert run.ledger.looks == 1
+    assert bool((model.table == 1).all())
+
+
+def test_12_what_becomes_nan_has_not_kept_its_value():
+    def spoil(m, x):
+        m.top.copy_(torch.where(x.detach().abs().max() > 1e6, torch.nan, m.top))
+        return x
+
+    model = Model(spoil)
+    model.top.fill_(0.0)
+    run = made(model, sampling="asserted")
+    run.step(DATA)
+    with pytest.raises(CrossExampleOp, match="no probe of the preflight made it do: top"):
+        run.step((DATA[0] * 1e9, DATA[1]))
+
+
 def test_38_a_run_does_not_go_on_beside_a_later_one():
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -198,4 +236,21 @@ def test_38_a_release_that_fails_does_not_end_the_run():
     thread = threading.Thread(target=lambda: run.step(next(batches)))
     thread.start()
     thread.join()
+    assert run.ledger.charges == 2
+
+
+def test_31_a_batch_that_is_stopped_before_it_begins_costs_nothing_and_the_next_one_steps():
+    run = made(nn.Linear(6, 3))
+    batches, real = run.batches(DATA), run._bound
+
+    def stopped(parameters):
+        raise KeyboardInterrupt
+
+    batch = next(batches)
+    run._bound = stopped
+    with pytest.raises(KeyboardInterrupt):
+        run.step(batch)
+    run._bound = real
+    run.step(batch)
+    run.step(next(batches))
     assert run.ledger.charges == 2
