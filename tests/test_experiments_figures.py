@@ -122,6 +122,20 @@ def test_claims_about_knobs_are_decided_by_how_far_accuracy_moves(tmp_path):
     assert first.found == "0.10 points from 0.01 to 100; one seed"
 
 
+def test_claims_about_gamma_are_decided_where_something_is_learnt(tmp_path):
+    assert [claim.verdict for claim in report.steadied(tmp_path)] == ["not run"]
+    rows = [
+        row(m, s, (0.5 if s["lr"] < 1e-3 else 0.8) + (0.01 if s.get("gamma") == 1 else 0))
+        | {"gradients": [9.0, 1 + (s.get("gamma") == 0.01) * (1 if s["lr"] == 8e-3 else -1) / 2] * 3}
+        for _, m, s in sweeps.steadied()
+    ]
+    written(tmp_path, "sst2_last", rows)
+    spread, small, large = report.steadied(tmp_path)
+    assert (spread.found, spread.verdict) == ("1.0 at lr 0.002, 1.0 at lr 0.008; one seed", "holds")
+    assert small.verdict == "cannot be told"
+    assert large.verdict == report.FAILS
+
+
 def test_views_are_compared_seed_by_seed(tmp_path):
     rows = [row("psac", sweeps.copies_settings(k), 0.9 + k / 1000 + s / 100, s) for k in (1, 4) for s in range(3)]
     written(tmp_path, "mnist", rows)
