@@ -57,34 +57,36 @@ def private_score(
     try:
         if rows > 1 and (remark := "scores of private evaluations asserted to be independent") not in ledger.notes:
             ledger.note(remark)
-        model.eval()
-        total = 0.0
-        with torch.no_grad():
-            for start in range(0, len(records), rows):
-                stop = min(start + rows, len(records))
-                data = collate([records[i] for i in range(start, stop)])
-                if device is not None:
-                    data = map_tensors(data, lambda x: x.to(device))
-                scores = score_fn(model, data)
-                if not isinstance(scores, Tensor) or scores.shape != (stop - start,):
-                    raise LossShape(
-                        "score_fn must return one number per record, shape [b], such as (prediction == label).float()."
-                    )
-                total += bounded_sum(scores)
-                if held.written():
-                    raise CrossExampleOp(
-                        "The model keeps something of the records that it scores (a buffer or a cached tensor "
-                        "changed), so scores depend on each other and records would be published with it. Turn that "
-                        "off in eval mode."
-                    )
+        try:
+            model.eval()
+            total = 0.0
+            with torch.no_grad():
+                for start in range(0, len(records), rows):
+                    stop = min(start + rows, len(records))
+                    data = collate([records[i] for i in range(start, stop)])
+                    if device is not None:
+                        data = map_tensors(data, lambda x: x.to(device))
+                    scores = score_fn(model, data)
+                    if not isinstance(scores, Tensor) or scores.shape != (stop - start,):
+                        raise LossShape(
+                            "score_fn must return one number per record, shape [b], such as "
+                            "(prediction == label).float()."
+                        )
+                    total += bounded_sum(scores)
+                    if held.written():
+                        raise CrossExampleOp(
+                            "The model keeps something of the records that it scores (a buffer or a cached tensor "
+                            "changed), so scores depend on each other and records would be published with it. Turn "
+                            "that off in eval mode."
+                        )
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            restore_state(model, before)
     except BaseException:
         ledger.commit("look")
         ledger.note("an evaluation failed on private data and was charged; that it failed is outside the guarantee")
         raise
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        restore_state(model, before)
     number = ledger.commit("look")
     noised = training._noise.add_(
         {"score": torch.tensor([total], dtype=torch.float64)},

@@ -160,6 +160,7 @@ class PrivateTraining:
             found = preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
             self._writes = found.writes
             if self._compiled is not None:
+                self._compiled.constants = frozenset() if found.writes is None else found.writes.same
                 like = records[0] if self._settings.probe is None else self._settings.probe[0]
                 self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
             self._modes = [module.training for module in self._model.modules()]

@@ -9,7 +9,7 @@ from torch import nn
 
 import clipwise as cw
 from clipwise.engine import state
-from clipwise.errors import CrossExampleOp
+from clipwise.errors import CrossExampleOp, UnsupportedOp
 
 X, Y = torch.randn(32, 6), torch.randint(0, 3, (32,))
 
@@ -134,22 +134,6 @@ def test_records_beside_others_show_it_where_single_ones_show_nothing():
         trained(Centred(0))
 
 
-@pytest.mark.parametrize(
-    "mirror",
-    [
-        lambda m, x: m.now.copy_(m.bias.detach()),
-        lambda m, x: m.now.lerp_(m.bias.detach(), 0.01),
-        lambda m, x: setattr(m, "seen", m.bias.detach().exp()),
-    ],
-    ids=["copy", "average", "function"],
-)
-def test_what_mirrors_a_parameter_changes_with_it(mirror):
-    model = Written(mirror, now=torch.zeros(3))
-    model.now.copy_(model.bias.detach())
-    model(X)
-    assert trained(model) == 3
-
-
 def test_a_constant_that_is_made_anew_may_be_scored():
     model = Written(mask)
     model(X)
@@ -159,15 +143,63 @@ def test_a_constant_that_is_made_anew_may_be_scored():
     assert torch.tensor(score).isfinite()
 
 
-@pytest.mark.parametrize("held", [{}, {"mask": torch.ones(6, 6).tril()}], ids=["attribute", "buffer"])
-def test_a_compiled_step_leaves_the_constant_that_was_there(held):
-    model = Written(mask, **held)
-    model(X)
-    before = model.mask
+def compiled(model):
     training = run(model, steps=4, compile=True, microbatch=32)
     for _ in range(2):
         for _, batch in zip(range(2), training.batches((X, Y)), strict=False):
             training.step(batch)
-    assert training.ledger.charges == 4
-    assert type(model.mask) is torch.Tensor
-    assert torch.equal(model.mask, before)
+    return training.ledger.charges
+
+
+def test_a_compiled_step_leaves_the_constant_that_was_there():
+    model = Written(mask)
+    model(X)
+    before = model.mask
+    assert compiled(model) == 4
+    assert model.mask is before
+
+
+def test_a_compiled_step_leaves_what_is_made_at_the_first_pass_unmade():
+    def lazy(model, x):
+        if model.cache is None:
+            model.cache = torch.ones(6, 6).tril()
+
+    model = Written(lazy)
+    model.cache = None
+    assert compiled(model) == 4
+    assert model.cache is None
+
+
+def test_a_counter_that_a_compiled_step_would_freeze_is_refused():
+    def count(model, x):
+        model.passes = model.passes + 1
+
+    with pytest.raises(UnsupportedOp, match="in the place of passes"):
+        compiled(Written(count, passes=torch.zeros(())))
+
+
+def test_weights_are_put_back_after_a_score_that_wrote_into_them():
+    def overwrite(model, x):
+        with torch.no_grad():
+            model.weight[0] = x[0]
+
+    model = nn.Linear(6, 3)
+    plan = cw.Plan(noise_multiplier=1.0, delta=1e-5, sampling_prob=0.5, steps=3, expected_batch_size=16, evaluations=2)
+    training = cw.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, losses)
+    before = model.weight.detach().clone()
+
+    def score(m, b):
+        overwrite(m, b[0])
+        return m(b[0])[:, 0]
+
+    with pytest.raises(CrossExampleOp, match="keeps something"):
+        cw.private_score(training, (X, Y), score, size=32)
+    assert torch.equal(model.weight, before)
+    assert training.ledger.looks == 1
+
+
+def test_weights_that_are_masked_at_every_pass_train():
+    def masked(model, x):
+        model.weight.data.mul_(torch.ones(3, 6).tril())
+
+    assert trained(Written(masked)) == 3

@@ -43,6 +43,7 @@ class Compiled:
         """`step` must be a pure function of its arguments and of the model's parameters and buffers."""
         self._model, self._step = model, step
         self._ready: dict[Any, Callable[..., Any]] = {}
+        self.constants: frozenset[str] = frozenset()  # tensors that forward passes replace by the same, as is known
         self.warm_up: list[float] = []
 
     def _key(self, data: Any, given: list[Tensor]) -> Any:
@@ -103,8 +104,13 @@ class Compiled:
         def flat(*inputs: Tensor) -> tuple[list[Tensor], Tensor]:
             rows = iter(inputs)
             batch = map_tensors(data, lambda x: next(rows))
-            with static(), torch.enable_grad(), attributes_kept(self._model):
+            with static(), torch.enable_grad(), attributes_kept(self._model) as replaced:
                 sums, norms = self._step(batch, next(rows), next(rows))
+            if frozen := sorted(set(replaced) - self.constants):
+                raise UnsupportedOp(
+                    f"The forward pass puts another tensor in the place of {', '.join(frozen[:5])}. A compiled step "
+                    "keeps the one that was there. Write into it (add_, copy_), make it once, or do not compile."
+                )
             names[:] = list(sums)
             return list(sums.values()), norms
 

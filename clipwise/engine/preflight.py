@@ -243,31 +243,26 @@ def _check_memory(
     what may be written to, since it is the same whatever the data; None where no copy can be made.
     """
     first, second = (records[:2], records[2:4]) if len(records) > 3 else ([records[0]] * 2, [records[1]] * 2)
-    changing: set[str] = set()
-    touched: set[str] = set()
-    for moved in (False, True):  # what mirrors a parameter changes with it
-        after: list[dict[str, Any]] = []
-        said: list[torch.Tensor] = []
-        for chosen in (first, first, second):  # what differs between the first two is a clock, and not the data
-            subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else _copied(loss_fn)
-            if subject is None or loss is None:
-                return None
-            if moved:
-                _move(subject)
-            before, held = left_behind(subject, loss), Untouched(partial(beside_parameters, subject))
-            with _quiet(HIGH):
-                loss(subject, collated(chosen))
-                touched |= set(held.written())
-                after.append(left_behind(subject, loss))
-                said.append(loss(subject, collated(first)).detach().nan_to_num())
-            del subject
-        again = set(differing(after[0], after[1]))
-        if changed := [name for name in differing(after[1], after[2]) if name not in again]:
-            plain = all(isinstance(one.get(name, ""), str) for one in after for name in changed)
-            if not plain or not torch.allclose(said[1], said[2], rtol=1e-5):
-                raise written(changed)
-        changing |= set(differing(before, after[2]))
-    return Writes(frozenset(changing), frozenset(touched - changing))
+    after: list[dict[str, Any]] = []
+    said: list[torch.Tensor] = []
+    for chosen in (first, first, second):  # what differs between the first two is a clock, and not the data
+        subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else _copied(loss_fn)
+        if subject is None or loss is None:
+            return None
+        before, held = left_behind(subject, loss), Untouched(partial(beside_parameters, subject))
+        with _quiet(HIGH):
+            loss(subject, collated(chosen))
+            touched = held.written()
+            after.append(left_behind(subject, loss))
+            said.append(loss(subject, collated(first)).detach().nan_to_num())
+        del subject, held
+    again = set(differing(after[0], after[1]))
+    if changed := [name for name in differing(after[1], after[2]) if name not in again]:
+        plain = all(isinstance(one.get(name, ""), str) for one in after for name in changed)
+        if not plain or not torch.allclose(said[1], said[2], rtol=1e-5):
+            raise written(changed)
+    changing = frozenset(differing(before, after[2]))
+    return Writes(changing, frozenset(touched) - changing)
 
 
 def _as_double(data: Any) -> Any:

@@ -69,17 +69,21 @@ def _mark(x: Tensor) -> int | Tensor:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that a tracer puts into modules are none: afterwards those of before are there again."""
-    before = [
-        (m, {n: x for n, x in vars(m).items() if isinstance(x, Tensor)}, dict(m._buffers)) for m in model.modules()
-    ]
+def attributes_kept(model: nn.Module) -> Iterator[list[str]]:
+    """What a tracer puts into modules is no tensor: afterwards all attributes are as before.
+
+    Yields a list, which then names the tensors that others had taken the place of.
+    """
+    before = [(path, m, dict(vars(m)), dict(m._buffers)) for path, m in model.named_modules()]
+    replaced: list[str] = []
     try:
-        yield
+        yield replaced
     finally:
-        for module, plain, buffers in before:
-            for name in [n for n, x in vars(module).items() if isinstance(x, Tensor) and n not in plain]:
-                del vars(module)[name]
+        for path, module, plain, buffers in before:
+            now = {**vars(module), **module._buffers}
+            gone = [n for n, x in {**plain, **buffers}.items() if isinstance(x, Tensor) and now.get(n) is not x]
+            replaced += [f"{path}.{name}".lstrip(".") for name in gone]
+            vars(module).clear()
             vars(module).update(plain)
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -113,7 +117,7 @@ def restore_state(model: nn.Module, kept: Kept) -> None:
         for name, b in held_tensors(model):
             known = kept.tensors.get(name)
             if known is not None and b.shape == known.shape and not torch.equal(b, known):
-                with torch.inference_mode(b.is_inference()):
+                with torch.inference_mode(b.is_inference()), torch.no_grad():  # in this order: the first lets grad in
                     b.copy_(known)
 
 
