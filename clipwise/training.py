@@ -63,7 +63,7 @@ class PrivateTraining:
         self._turn = Turn()
         self._writes: Writes | None = None  # what forward passes may write to, as the preflight saw
         self._paths: Paths = {}
-        self._compiled = Compiled(model, self._clipped) if settings.compile else None
+        self._compiled = Compiled(model, self._clipped, lambda: self._writes) if settings.compile else None
         self._checked = False
         self._nobody: Any = None  # made-up rows, for a rank that has none while others work
         self._threshold = plan.threshold.init(self._facts(trainable(model)))
@@ -160,7 +160,6 @@ class PrivateTraining:
             found = preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
             self._writes = found.writes
             if self._compiled is not None:
-                self._compiled.constants = frozenset() if found.writes is None else found.writes.same
                 like = records[0] if self._settings.probe is None else self._settings.probe[0]
                 self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
             self._modes = [module.training for module in self._model.modules()]

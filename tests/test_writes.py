@@ -159,6 +159,14 @@ def test_a_compiled_step_leaves_the_constant_that_was_there():
     assert model.mask is before
 
 
+def test_a_compiled_step_takes_it_with_batches_of_ones_own_too():
+    model = Written(mask)
+    model(X)
+    training = run(model, compile=True, microbatch=32, sampling="asserted")
+    training.step((X, Y))
+    assert training.ledger.charges == 1
+
+
 def test_a_compiled_step_leaves_what_is_made_at_the_first_pass_unmade():
     def lazy(model, x):
         if model.cache is None:

@@ -28,7 +28,7 @@ from ..batch import map_tensors, padded_slice, tensors
 from ..errors import ClipwiseError, UnsupportedOp
 from .probes import made_record
 from .products import exact_products
-from .state import attributes_kept, kept_state, restore_state
+from .state import Writes, attributes_kept, kept_state, restore_state
 from .static import static, take_assumed
 
 Step = Callable[[Any, Tensor, Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -39,11 +39,13 @@ _MOST = 8  # shapes, beyond which compiling costs more than it saves
 class Compiled:
     """`step(data, mask, number)` compiled, for one model. `warm_up` holds the seconds that each shape took."""
 
-    def __init__(self, model: nn.Module, step: Step) -> None:
-        """`step` must be a pure function of its arguments and of the model's parameters and buffers."""
-        self._model, self._step = model, step
+    def __init__(self, model: nn.Module, step: Step, writes: Callable[[], Writes | None] = lambda: None) -> None:
+        """`step` must be a pure function of its arguments and of the model's parameters and buffers.
+
+        `writes` says what forward passes are known to write over with what was there.
+        """
+        self._model, self._step, self._writes = model, step, writes
         self._ready: dict[Any, Callable[..., Any]] = {}
-        self.constants: frozenset[str] = frozenset()  # tensors that forward passes replace by the same, as is known
         self.warm_up: list[float] = []
 
     def _key(self, data: Any, given: list[Tensor]) -> Any:
@@ -106,7 +108,8 @@ class Compiled:
             batch = map_tensors(data, lambda x: next(rows))
             with static(), torch.enable_grad(), attributes_kept(self._model) as replaced:
                 sums, norms = self._step(batch, next(rows), next(rows))
-            if frozen := sorted(set(replaced) - self.constants):
+            known = self._writes()
+            if frozen := sorted(set(replaced) - (known.same if known is not None else set())):
                 raise UnsupportedOp(
                     f"The forward pass puts another tensor in the place of {', '.join(frozen[:5])}. A compiled step "
                     "keeps the one that was there. Write into it (add_, copy_), make it once, or do not compile."
