@@ -113,7 +113,7 @@ RECIPES = {
     "fashion_mnist": Recipe("fashion_mnist", "cnn", 40, 2048, 4.0, 3.0, 1e-5),
     "cifar10_features": Recipe("cifar10_resnet50", "logistic", 50, 1024, 4.0, 2.0, 1e-5),
     "imagenette": Recipe(
-        "imagenette", "resnet9", 50, 1000, 5e-4, 8.0, 1e-4, 1.5, "nadam", precision="bfloat16", microbatch=288
+        "imagenette", "resnet9", 50, 1000, 5e-4, 8.0, 1e-4, 1.5, "nadam", precision="bfloat16", microbatch=144
     ),
     "celeba_smiling": Recipe("celeba_smiling", "resnet9", 10, 500, 1e-3, 8.0, 5e-6, 0.1, "adam", precision="high"),
     "celeba_male": Recipe("celeba_male", "resnet9", 10, 500, 1e-3, 8.0, 5e-6, 0.1, "adam", precision="high"),
