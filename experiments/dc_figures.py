@@ -14,7 +14,7 @@ from .tables import by_seed
 Rows = Sequence[Mapping[str, Any]]
 METHOD_COLORS = dict(zip(("abadi", "auto-s", "psac", "dc-sgd-p", "dc-sgd-e"), LINES[:2] + LINES[3:], strict=True))
 FREE = ("dc-sgd-e", "psac")  # what has no C to choose
-TASKS = {"mnist": "mnist_dc", "names": "names_dc"}  # by their data
+TASKS = {"mnist": "mnist_dc", "names": "names_dc", "cifar10": "cifar10_dc"}  # by their data
 
 
 def grid_cells(rows: Rows) -> dict[str, list[float]]:

@@ -192,7 +192,8 @@ def threshold_figure(found: dict[str, Any]) -> Any:
             axis.plot(steps, row["clip_norms"], color=COLORS[levels.index(level)], lw=0.9, alpha=0.8, label=label)
         axis.set(title=LABELS[method], xlabel="step", yscale="log")
     axes[0].set_ylabel("clip norm C")
-    axes[0].legend(frameon=False)
+    shown = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    axes[0].legend(shown.values(), shown, frameon=False)
     figure.suptitle(f"{found['recipe']['data'].upper()}: the clip norm that DC-SGD chooses", y=1.02)
     return figure
 
@@ -223,6 +224,7 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "dc_knobs": ("mnist_dc", knob_figure),
     "levels_mnist": ("mnist_dc", level_figure),
     "levels_names": ("names_dc", level_figure),
+    "levels_cifar10": ("cifar10_dc", level_figure),
     "paid_mnist": ("mnist_dc", paid_figure),
     "paid_names": ("names_dc", paid_figure),
     "dc_mnist": ("mnist_dc", threshold_figure),

@@ -259,9 +259,11 @@ def test_constant_indices_are_looked_at_once_where_they_have_values(order):
         assert_same(training._compiled(*given), training._clipped(*given))
 
 
+@pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
+def test_an_output_that_is_made_longer_than_it_is(tied, cuts, monkeypatch):
     """What a GPU does for vocabularies that are no multiple of eight, here on a CPU: the same sums, nothing to see."""
+    monkeypatch.setattr(prepared, "_allowed", lambda: cuts)
     monkeypatch.setattr("clipwise.engine.prepared._WHERE", frozenset({"cpu"}))
     monkeypatch.setattr("clipwise.engine.prepared._WIDE", 16)
     seen = []
@@ -296,9 +298,9 @@ def test_an_output_that_is_made_longer_than_it_is(tied, monkeypatch):
     found, again = Compiled(model, step)(batch, mask, 1.0)
     assert made
     assert set(seen) == {((5, 30, 21), True)}
-    assert torch.allclose(norms, again, rtol=1e-5)
+    assert torch.allclose(norms, again, rtol=2e-3 if cuts else 1e-5)
     for name, value in truth.items():
-        assert torch.allclose(found[name], value, atol=1e-5)
+        assert torch.allclose(found[name], value, atol=2e-3 if cuts else 1e-5)
 
 
 @pytest.mark.parametrize(("cuts", "convolutions"), [(False, True), (True, False), (True, True)])

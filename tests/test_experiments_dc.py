@@ -217,7 +217,7 @@ def test_imagenettes_gap_is_split(tmp_path):
     written(tmp_path, "imagenette", rows)
     found = causes.causes(tmp_path)
     assert "P prints 63.66 for Abadi and 63.44 for AUTO-S where A prints 60.29 and 60.71" in found
-    assert "+9.9 points from A without privacy (n = 1) and -4.0 from P with PSAC (n = 1)" in found
+    assert "+9.9 points from A without privacy (n = 1), and from P PSAC -4.0 (n = 1): privacy" in found
     assert "privacy costs us 21.0 points" in found
     assert "At 32 pixels" not in causes.causes(tmp_path)
     for change, private, plain in ((sweeps.TINY, 0.59, 0.76), (sweeps.TINY | sweeps.QUARTERS, 0.62, 0.73)):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from clipwise.engine import gram as grams
 from clipwise.engine.contributions import Outer
+from clipwise.engine.products import cut, cut_once
 
 
 def factors(size, groups, t, p, d, dtype=torch.float64, seed=0):
@@ -52,3 +53,12 @@ def test_a_bad_position_drops_its_example_alone():
     left[1, 0, 150, 2] = torch.inf
     found = grams.gram(Outer(left, right), torch.float32, "exact").bound()
     assert found.isfinite().tolist() == [True, False, True]
+
+
+def test_numbers_that_are_cut_from_one_use():
+    """All patterns of bits: as `cut` has them, but that a NaN may become an infinity, which drops a record as well."""
+    bits = torch.cat([torch.randint(-(2**31), 2**31, (100_000,)), torch.tensor([0x7F800001, 0x7FC00000, 0x7F800000])])
+    x = bits.to(torch.int32).view(torch.float32)
+    found, truth = cut_once(x), cut(x)
+    assert torch.equal(found[~x.isnan()], truth[~x.isnan()])
+    assert not found[x.isnan()].isfinite().any()

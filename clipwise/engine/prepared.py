@@ -24,7 +24,7 @@ from .contributions import Contribution, Outer, Unfolded
 from .conv import DEEP
 from .op_rule import Call, OpRule
 from .ops import OP_RULES
-from .products import cut
+from .products import cut, cut_once
 from .static import is_static
 
 _TO = 64  # columns: 128 bytes of bfloat16, a line of the cache
@@ -60,9 +60,13 @@ class Brought(torch.autograd.Function):
         """One gradient, for the op before and for the products.
 
         Columns that are not real are put beside it, and not around it: a compiler then writes the gradient where it
-        stays, in the pass over each row that has made it.
+        stays, in the pass over each row that has made it. Where it is cut as well, it is written over the output that
+        it is made of: around it, and read once.
         """
-        grad = cut(grads[0]) if ctx.cuts else grads[0]
+        (grad,) = grads
+        if ctx.cuts and ctx.more:
+            return F.pad(cut_once(grad), (0, ctx.more)), None, None, None
+        grad = cut(grad) if ctx.cuts else grad
         grad = grad.contiguous(memory_format=torch.channels_last) if ctx.last else grad
         beside = (grad, grad.new_zeros(*grad.shape[:-1], ctx.more))
         return torch.cat(beside, dim=-1) if ctx.more else grad, None, None, None

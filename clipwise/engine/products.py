@@ -50,6 +50,11 @@ def cut(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, (x.view(torch.int32) & -(2**13)).view(torch.float32))
 
 
+def cut_once(x: Tensor) -> Tensor:
+    """The same from one use of x, which a compiler then need not write first. A NaN may become an infinity, as bad."""
+    return (x.view(torch.int32) & -(2**13)).view(torch.float32).clamp(max=float("inf"))
+
+
 def product(left: Tensor, right: Tensor, dtype: torch.dtype, precision: Precision = "exact") -> Tensor:
     """Left @ right (three axes each, or two) in `dtype`, float32 or wider."""
     if precision == "bfloat16" and left.device.type == "cuda":
