@@ -8,7 +8,18 @@ from typing import Any
 
 from .paint import COLORS, LINES, heatmap, panels
 from .papers import D8, LABELS
-from .sweeps import DC_KNOBS, GRID_C, GRID_NORMS, GRID_RATES, PAID_TASKS, SEARCHES, knob_settings, knobs_of, paid
+from .sweeps import (
+    DC_KNOBS,
+    GRID_C,
+    GRID_NORMS,
+    GRID_RATES,
+    KNOB_TASKS,
+    PAID_TASKS,
+    SEARCHES,
+    knob_settings,
+    knobs_of,
+    paid,
+)
 from .tables import by_seed
 
 Rows = Sequence[Mapping[str, Any]]
@@ -46,13 +57,13 @@ def grid_figure(found: dict[str, Any]) -> Any:
     return figure
 
 
-def knob_points(rows: Rows, method: str, knob: str) -> list[tuple[float, float]]:
+def knob_points(rows: Rows, method: str, knob: str, task: str = "mnist_dc") -> list[tuple[float, float]]:
     """(value, percent) of seed 0, in order; of two devices, the CPU's."""
     if knob not in knobs_of(method):
         return []
     points = []
     for value in DC_KNOBS[knob]:
-        settings = knob_settings(knob, value)
+        settings = knob_settings(knob, value, task)
         same = [r for r in rows if (r["method"], r["seed"], r["settings"]) == (method, 0, settings)]
         same.sort(key=lambda r: r["device"] != "cpu")
         points += [(value, 100 * r["accuracy"]) for r in same[:1]]
@@ -60,12 +71,13 @@ def knob_points(rows: Rows, method: str, knob: str) -> list[tuple[float, float]]
 
 
 def knob_figure(found: dict[str, Any]) -> Any:
-    """In the place of D figures 8 to 11, on MNIST: accuracy against each knob of DC-SGD, the others as usual."""
+    """In the place of D figures 8 to 11: accuracy against each knob of DC-SGD, the others as usual."""
+    task = TASKS[found["recipe"]["data"]]
     names = {"clip_norm": "first C", "bins": "bins b", "histogram_noise": "σ_H", "percentile": "percentile p"}
     figure, axes = panels(len(DC_KNOBS), sharey=True)
     for axis, knob in zip(axes, DC_KNOBS, strict=True):
         for method in ("dc-sgd-e", "dc-sgd-p"):
-            if len(points := knob_points(found["rows"], method, knob)) > 1:
+            if len(points := knob_points(found["rows"], method, knob, task)) > 1:
                 color = METHOD_COLORS[method]
                 axis.plot(*zip(*points, strict=True), "o-", ms=4, color=color, label=LABELS[method])
         axis.set(xlabel=names[knob], xscale="linear" if knob == "percentile" else "log")
@@ -75,7 +87,8 @@ def knob_figure(found: dict[str, Any]) -> Any:
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("test accuracy, percent")
-    figure.suptitle("MNIST, CNN of 28,058 parameters, ε = 1, Adam: one knob turned, one seed", y=1.02)
+    label = next(c.label for c in D8 if c.recipe == task and c.settings["epsilon"] == KNOB_TASKS[task])
+    figure.suptitle(f"{label}, Adam: one knob turned, one seed", y=1.02)
     return figure
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .runs import Job, jobs_of
@@ -71,9 +72,12 @@ DC_KNOBS: dict[str, tuple[float, ...]] = {
 DC_USUAL = {"clip_norm": 1.0, "bins": 20, "histogram_noise": 5.0, "percentile": 0.5}
 
 
-def knob_settings(knob: str, value: float) -> dict[str, Any]:
-    """Of MNIST at ε = 1 with one knob of DC-SGD turned; at its usual value that is the row of table VIII."""
-    return {"epsilon": 1.0} | ({} if value == DC_USUAL[knob] else {knob: value})
+KNOB_TASKS = {"mnist_dc": 1.0, "cifar10_dc": 8.0}  # and their ε
+
+
+def knob_settings(knob: str, value: float, task: str = "mnist_dc") -> dict[str, Any]:
+    """A task with one knob of DC-SGD turned; at its usual value that is the row of table VIII."""
+    return {"epsilon": KNOB_TASKS[task]} | ({} if value == DC_USUAL[knob] else {knob: value})
 
 
 def knobs_of(method: str) -> list[str]:
@@ -81,10 +85,10 @@ def knobs_of(method: str) -> list[str]:
     return [knob for knob in DC_KNOBS if (method, knob) != ("dc-sgd-e", "percentile")]
 
 
-def dc_knobs() -> list[Point]:
-    """DC-SGD on MNIST with one knob turned at a time."""
+def dc_knobs(task: str = "mnist_dc") -> list[Point]:
+    """DC-SGD with one knob turned at a time."""
     return [
-        ("mnist_dc", method, knob_settings(knob, value))
+        (task, method, knob_settings(knob, value, task))
         for method in ("dc-sgd-e", "dc-sgd-p")
         for knob in knobs_of(method)
         for value in DC_KNOBS[knob]
@@ -252,7 +256,7 @@ def choice() -> list[Point]:
     ]
 
 
-SWEEPS = {
+SWEEPS: dict[str, Callable[[], list[Point]]] = {
     "P4": heatmap,
     "D1": rates_and_norms,
     "D2": paid_for,
@@ -270,6 +274,7 @@ SWEEPS = {
     "choice": choice,
     "percentiles": percentiles,
     "knobs": dc_knobs,
+    "knobs_cifar10": partial(dc_knobs, "cifar10_dc"),
 }
 
 

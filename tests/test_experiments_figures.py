@@ -40,7 +40,7 @@ def test_a_knob_has_the_usual_run_among_its_values():
     rows = [row("dc-sgd-e", usual, 0.95), row("dc-sgd-e", other, 0.9), row("dc-sgd-e", usual, 0.1, device="cuda")]
     assert dc_figures.knob_points(rows, "dc-sgd-e", "bins") == [(5, 90.0), (20, 95.0)]
     assert dc_figures.knob_points(rows, "dc-sgd-e", "clip_norm") == [(1.0, 95.0)]
-    figure = dc_figures.knob_figure({"rows": rows})
+    figure = dc_figures.knob_figure({"rows": rows, "recipe": {"data": "mnist"}})
     assert len(figure.axes) == len(sweeps.DC_KNOBS)
     assert [len(axis.lines) for axis in figure.axes] == [0, 1, 0, 0]  # one point is no curve
 
