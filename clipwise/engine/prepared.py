@@ -60,12 +60,13 @@ class Brought(torch.autograd.Function):
         """One gradient, for the op before and for the products.
 
         Columns that are not real are put beside it, and not around it: a compiler then writes the gradient where it
-        stays, in the pass over each row that has made it. Where it is cut as well, it is written over the output that
-        it is made of: around it, and read once.
+        stays, in the pass over each row that has made it. Where it is cut as well, that would take a second pass and
+        as much memory again: as one function of every place, read once, it is written over the output it is made of.
         """
         (grad,) = grads
         if ctx.cuts and ctx.more:
-            return F.pad(cut_once(grad), (0, ctx.more)), None, None, None
+            wide = grad.new_zeros(*grad.shape[:-1], grad.shape[-1] + ctx.more)
+            return wide.slice_scatter(cut_once(grad), dim=-1, end=grad.shape[-1]), None, None, None
         grad = cut(grad) if ctx.cuts else grad
         grad = grad.contiguous(memory_format=torch.channels_last) if ctx.last else grad
         beside = (grad, grad.new_zeros(*grad.shape[:-1], ctx.more))
