@@ -29,7 +29,7 @@ def summary(path: Path) -> dict[str, Any]:
         "delta": plan.get("delta"),
         "plan": plan,
         "asserted_by_user": state.head.get("assertions", {}),
-        "notes": [entry["text"] for entry in state.entries if entry["kind"] == "note"],
+        "notes": state.notes,
         "last_hash": state.last_hash,
     }
 

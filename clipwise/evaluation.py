@@ -12,6 +12,7 @@ from ._check import count, positive
 from .batch import map_tensors
 from .engine.state import Untouched, held_tensors, kept_state, restore_state
 from .errors import CrossExampleOp, LossShape, UnsupportedOp
+from .guard import check_newest
 from .sampling import Collate, as_dataset, collate_for
 from .training import PrivateTraining
 
@@ -50,6 +51,7 @@ def private_score(
     plan, ledger, model = training.plan, training.ledger, training.model
     if training._ranks.share[1] > 1:
         raise UnsupportedOp("private_score runs on one process: load the run's checkpoint and ledger there.")
+    check_newest(model, training._guard, ledger)
     modes = {module: module.training for module in model.modules()}
     before = kept_state(model)
     held = Untouched(lambda: held_tensors(model), before.tensors)
@@ -84,8 +86,8 @@ def private_score(
                 module.training = mode
             restore_state(model, before)
     except BaseException:
-        ledger.commit("look")
-        ledger.note("an evaluation failed on private data and was charged; that it failed is outside the guarantee")
+        failed = "an evaluation failed on private data and was charged; that it failed is outside the guarantee"
+        ledger.commit("look", remark=failed)
         raise
     number = ledger.commit("look")
     noised = training._noise.add_(

@@ -183,9 +183,9 @@ class Ledger:
             )
         self.head, self._hash, self.charges, self.looks = state.head, state.last_hash, state.charges, state.looks
         self._lines = len(state.entries)
-        self.notes = [entry["text"] for entry in state.entries if entry["kind"] == "note"]
         if state.torn:
             self._repair(state)
+        self.notes = state.notes
 
     def _repair(self, state: LedgerState) -> None:
         """Replace a torn last line by a whole one that says so: it counts as charged either way."""
@@ -280,13 +280,14 @@ class Ledger:
         )
 
     def commit(self, kind: Kind = "charge", **details: str) -> int:
-        """Charge the reserved step or look; returns its number once the charge is durable."""
+        """Charge the reserved step or look; returns its number once the charge is durable. A `remark` is a note."""
         with self._lock:
             self._check()
             if not self._reserved[kind]:
                 raise LedgerError("commit without reserve: a step must be allowed before it is charged.")
             self._reserved[kind] -= 1
             self._append({"kind": kind, **details})
+            self.notes += [details["remark"]] if "remark" in details else []
             _HERE.charges = charges_of_this_thread() + 1
             if kind == "look":
                 self.looks += 1

@@ -17,6 +17,9 @@ def hashed(previous: str, body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "previous": previous, "hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
+_LOST = "a crash tore a line of the ledger: it counts as charged, and what it remarked, if anything, is lost"
+
+
 @dataclass(frozen=True)
 class LedgerState:
     """What a ledger file says: its head, the number of charges, and the hash of its last line."""
@@ -27,6 +30,12 @@ class LedgerState:
     last_hash: str
     torn: bool = False
     entries: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on record; of a torn line, that it may have held one."""
+        found = [_LOST if e.get("torn") else e.get("text", e.get("remark")) for e in self.entries[1:]]
+        return [text for text in found if text is not None] + [_LOST] * self.torn
 
 
 def read_ledger(path: str | Path) -> LedgerState:
@@ -51,7 +60,8 @@ def read_ledger(path: str | Path) -> LedgerState:
                 f"Ledger {path}, line {number + 1}: the hash chain is broken, so the line, or one before it, was "
                 "edited, removed or reordered. Restore the file from a backup: what was spent is not known otherwise."
             )
-        if number and entry.get("kind") == "note" and not isinstance(entry.get("text"), str):
+        words = entry.get("text") if entry.get("kind") == "note" else entry.get("remark", "")
+        if number and not isinstance(words, str):
             raise LedgerError(f"Ledger {path}, line {number + 1}: a note without words.")
         if number and (entry.get("kind") not in ("charge", "look", "note") or entry.get("line") != number):
             raise LedgerError(f"Ledger {path}, line {number + 1}: not a charge.")

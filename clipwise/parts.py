@@ -61,7 +61,7 @@ class Step:
     sensitivity: float
     size: int = field(repr=False)
     parts: list[Microbatch]
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    observed: Tensor | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    observed: Tensor | None = field(default=None, repr=False)
     recording: tuple[Tape, Microbatch] | None = None
     memory: Memory | None = None

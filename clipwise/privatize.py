@@ -16,7 +16,7 @@ from ._types import Engine, LossFn
 from .clipping import check_optimizer, trainable
 from .engine import OpRule
 from .errors import ParameterMismatch, UnsupportedOp
-from .guard import GUARDS, RUNS
+from .guard import GUARDS, earlier_ledgers
 from .ledger import Ledger
 from .noise import Mode
 from .parts import Settings
@@ -104,7 +104,7 @@ def privatize(
     asserted |= _of_ones_own(plan)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in trainable(model).items()]
     ranks.same("plan, options or model", f"{plan.digest} {asserted} {noise} {engine} {compile} {shapes}")
-    earlier = (RUNS.get(model), getattr(GUARDS.get(optimizer), "ledger", None))
+    earlier = (*earlier_ledgers(model), *([GUARDS[optimizer].ledger] if optimizer in GUARDS else []))
     opened = ranks.ledger(
         lambda: _opened(ledger, plan, asserted, noise, earlier), lambda: Ledger(plan, None, asserted, noise)
     )
@@ -146,20 +146,27 @@ def _opened(
     plan: Plan,
     asserted: dict[str, str],
     noise: str,
-    earlier: tuple[Ledger | None, ...],
+    earlier: tuple[Ledger, ...],
 ) -> Ledger:
     """Open the ledger last, so that a refusal leaves no lock behind. What was spent on this model is not forgotten."""
     path = ledger.path if isinstance(ledger, Ledger) else None if ledger is None else Path(ledger).absolute()
-    for before in earlier:
-        spent = before is not None and (before.charges or before.looks)
-        if before is not None and spent and ledger is not before and (path is None or path != before.path):
+    spent = [before for before in earlier if before is not ledger and (before.charges or before.looks)]
+    for before in spent:
+        if path is None or path != before.path:
             raise ParameterMismatch(
-                f"This model was already trained by a run that spent epsilon={shown_epsilon(before.spent)}; under a "
-                f"new ledger that would be forgotten. Pass ledger=training.ledger, or its path, to go on; "
-                "for a run of its own make a new model."
+                f"This model, or a part of it, was already trained by a run that spent "
+                f"epsilon={shown_epsilon(before.spent)}; under a new ledger that would be forgotten. Pass "
+                "ledger=training.ledger, or its path, to go on; for a run of its own make a new model."
             )
     if not isinstance(ledger, Ledger):
-        return Ledger(plan, ledger, asserted, noise)
+        opened = Ledger(plan, ledger, asserted, noise)
+        if not all(opened.holds(before.position) for before in spent):
+            opened.close()
+            raise ParameterMismatch(
+                f"Ledger {path} is not the one that this model was trained with, or an older copy of it: what was "
+                "spent is not in it. Restore the file; for a run of its own make a new model."
+            )
+        return opened
     if (ledger.plan.digest, ledger.head["assertions"], ledger.head["noise"]) != (plan.digest, asserted, noise):
         raise ParameterMismatch("The Ledger object was made for another plan or other assertions.")
     return ledger

@@ -11,8 +11,9 @@ import hashlib
 import os
 import random
 import secrets
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ._check import count, probability
-from .batch import check_size, map_tensors
+from .batch import check_size, leaves, map_tensors
 from .chacha import Keystream
 from .errors import WrongBatch
 
@@ -45,11 +46,27 @@ class PoissonBatch:
     """One Poisson batch, to be used once. `.data` is the collated batch, None when no example was drawn.
 
     Its size is secret, and it cannot be copied: the same sample stepped twice is not two samples. Nor can its data be
-    replaced: what is done to a batch belongs into the collate function or loss_fn, where the preflight sees it.
+    changed: what is done to a batch belongs into the collate function or loss_fn, where the preflight sees it.
     """
 
     data: Any
     _size: int
+    _drawn: list[tuple[Any, int | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember what it holds."""
+        object.__setattr__(self, "_drawn", [(leaf, _mark(leaf)) for leaf in leaves(self.data)])
+
+    def as_drawn(self) -> PoissonBatch:
+        """This batch, unless something was put into it or changed in place."""
+        now = [(leaf, _mark(leaf)) for leaf in leaves(self.data)]
+        same = len(now) == len(self._drawn)
+        if not same or any(a is not b or m != n for (a, m), (b, n) in zip(now, self._drawn, strict=True)):
+            raise WrongBatch(
+                "The batch was changed since batches() gave it. What is done to a batch belongs into the collate "
+                "function or loss_fn, where the preflight sees it."
+            )
+        return self
 
     def __copy__(self) -> PoissonBatch:
         raise WrongBatch("A Poisson batch cannot be copied: the same sample stepped twice is not two samples.")
@@ -68,6 +85,14 @@ class PoissonBatch:
             "A Poisson batch is stepped whole: training.step(batch). loss_fn(model, data) receives its data; for a "
             "loop of your own see training.microbatches(batch)."
         )
+
+
+def _mark(leaf: Any) -> int | None:
+    """Changes with what a tensor or an array holds; None where nobody counts."""
+    if isinstance(leaf, torch.Tensor):
+        return None if leaf.is_inference() else leaf._version
+    counted = isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
+    return zlib.crc32(leaf.tobytes()) if counted else None
 
 
 class Coins:
@@ -102,6 +127,8 @@ class PoissonSampler:
     def __init__(self, sampling_prob: float, seed: int | None = None, share: tuple[int, int] = (0, 1)) -> None:
         """`seed` is for repeatable runs that are NOT PRIVATE. share=(rank, ranks) draws from every ranks-th record."""
         self.sampling_prob = probability(sampling_prob=sampling_prob)
+        if self.sampling_prob < 1e-12:
+            raise ValueError(f"sampling_prob={sampling_prob!r} is below 1e-12: coins of 53 bits are too coarse for it.")
         self._seed, self._share = seed, share
         self._renew()
 

@@ -21,6 +21,7 @@ NOT_CERTIFIED = (
     "choices made by looking at private data: model, learning rate, stopping, preprocessing, vocabulary, class weights",
     "evaluations on private data that were not made by private_score",
     "what was tried before this run and thrown away (see clipwise tune)",
+    "the weights that the run began with: what they had seen before",
     "the shapes of records, such as lengths: they are taken as public",
     "side channels: time, memory, power, exceptions' texts",
     "a ledger and a checkpoint that are both put back to an older state",
@@ -39,9 +40,10 @@ class Stated(Protocol):
 def arithmetic_delta(plan: Plan, noise: NoiseSource, model: nn.Module) -> float:
     """What the finite tails of the noise add to δ over the whole plan, wherever it runs."""
     size = sum(p.numel() for p in trainable(model).values())
+    apart = 1 if plan.adjacency == "add_or_remove_one" else 2  # sensitivities that two neighbouring sums may differ by
     total = tail_delta(
         reach=noise.reach,
-        noise_multiplier=plan.noise_multiplier * plan.noise_decay,
+        noise_multiplier=plan.noise_multiplier * plan.noise_decay / apart,
         steps=plan.steps * (1 if plan.release is None else 2),
         dimension=size + (plan.release.size if plan.release else 0),
     )

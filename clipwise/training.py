@@ -20,7 +20,7 @@ from .engine.compiled import Compiled
 from .engine.preflight import Probe, nobody, preflight_batch, preflight_dataset
 from .engine.state import Writes
 from .errors import ParameterMismatch, RankFailed, WrongBatch, WrongOrder
-from .guard import GUARDS, RUNS, StepGuard, Turn, check_modes, check_newest
+from .guard import GUARDS, Seen, StepGuard, Turn, belongs_to, check_newest
 from .ledger import Ledger
 from .noise import NoiseSource
 from .parts import Memory, Microbatch, Settings, Step
@@ -55,10 +55,10 @@ class PrivateTraining:
         self._groups = plan.rule.groups(self._names)
         self._guard = GUARDS.get(optimizer) or StepGuard(optimizer, ledger)
         self._guard.ledger = ledger
-        RUNS[model] = ledger
+        belongs_to(model, ledger)
         self._issued: weakref.WeakSet[PoissonBatch] = weakref.WeakSet()
         self._outstanding: PoissonBatch | None = None
-        self._modes: list[bool] | None = None  # training flags of the modules, as the preflight saw them
+        self._seen: Seen | None = None  # the model as the preflight saw it
         self._step: Step | None = None
         self._turn = Turn()
         self._writes: Writes | None = None  # what forward passes may write to, as the preflight saw
@@ -151,8 +151,8 @@ class PrivateTraining:
         collate = collate_for(dataset, collate_fn)
         self._ranks.same("the data set (its order too)", f"{len(records)} {fingerprint(records, self._ranks.share[1])}")
         if self._ranks.in_step:
-            self._modes = [module.training for module in self._model.modules()]
-            self._ranks.as_checked(collate_fn, self._modes)
+            self._seen = Seen.of(self._model, wrapped=True)
+            self._ranks.as_checked(collate_fn, self._seen.flags)
             like = records[0] if self._settings.probe is None else self._settings.probe[0]
             self._nobody = nobody(collate, like, device)
         elif self._settings.preflight and self._loss_fn is not None and len(records):
@@ -162,7 +162,7 @@ class PrivateTraining:
             if self._compiled is not None:
                 like = records[0] if self._settings.probe is None else self._settings.probe[0]
                 self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
-            self._modes = [module.training for module in self._model.modules()]
+            self._seen = Seen.of(self._model)
         left = self._plan.steps - self._ledger.charges
         if left <= 0:
             warnings.warn(
@@ -203,7 +203,7 @@ class PrivateTraining:
             self._issued.add(batch)
             if batch._size and self._settings.preflight and self._loss_fn is not None and not self._checked:
                 self._writes = preflight_batch(self._model, self._loss_fn, batch.data, self._engine()).writes
-                self._modes, self._checked = [module.training for module in self._model.modules()], True
+                self._seen, self._checked = Seen.of(self._model), True
         if not isinstance(batch, PoissonBatch) or batch not in self._issued:
             raise WrongBatch(
                 f"step() takes only batches from this run's training.batches(dataset), each once; got "
@@ -211,7 +211,7 @@ class PrivateTraining:
                 "privacy cost, which would be reported wrongly. If your sampler really is Poisson, vouch for it with "
                 "privatize(..., sampling='asserted')."
             )
-        return batch
+        return batch.as_drawn()
 
     def step(self, batch: PoissonBatch) -> None:
         """Clip, charge, noise, and step the optimizer. Returns None: nothing private leaks out of it."""
@@ -265,8 +265,8 @@ class PrivateTraining:
             raise
 
     def _charge_failure(self) -> None:
-        self._ledger.commit()
-        self._ledger.note("a step failed on private data and was charged; that it failed is outside the guarantee")
+        failed = "a step failed on private data and was charged; that it failed is outside the guarantee"
+        self._ledger.commit(remark=failed)
 
     @contextmanager
     def record(self, part: Microbatch) -> Iterator[Any]:
@@ -376,7 +376,8 @@ class PrivateTraining:
                 f"The trainable parameters changed since privatize(): {', '.join(changed)}. Freeze or unfreeze before "
                 "privatize()."
             )
-        check_modes(self._model, self._modes)
+        if self._seen is not None:
+            self._seen.check(self._model)
         check_newest(self._model, self._guard, self._ledger)
         check_optimizer(self._optimizer, self._model)
         return parameters

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Trial:
 
     Attributes:
         candidate: the hyper-parameters of this run, by name.
-        numbers: σ, δ, q, T and the divisor of the plan: the same for every run of the search.
+        numbers: σ, δ, q, T and the divisor of the plan: the same for every run of the search. A copy, to be read.
         folder: for the run's own ledger and checkpoints; gone when the run is over.
     """
 
@@ -98,12 +98,13 @@ def run_trial(train: Train, score: Score, noisy: NoisyScore | None, trial: Trial
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # how often one is printed would tell how many runs there are
-            training = train(replace(trial, folder=folder))
+            training = train(Trial(dict(trial.candidate), dict(trial.numbers), folder))
             _check(training, trial, charges_of_this_thread() - before)
+            # before the score, which may write into the model what it has seen
+            weights = {name: x.detach().cpu().clone() for name, x in training.model.state_dict().items()}
             with torch.no_grad():
                 found = score(training.model)
             value = float(found) if noisy is None else noisy(found)
-        weights = {name: x.detach().cpu().clone() for name, x in training.model.state_dict().items()}
         asserted, notes = dict(training.ledger.head["assertions"]), tuple(training.ledger.notes)
         training.ledger.close()
         return Outcome(-math.inf if math.isnan(value) else value, trial.candidate, weights, asserted, notes)

@@ -219,7 +219,8 @@ def tune(
         space: names → values to choose from (a grid), or LogUniform(low, high).
         plan: every public number of the search.
         score: score(model) → a number, the larger the better, from public data; or, with plan.score_noise, a value
-            in [0, 1] for each private record.
+            in [0, 1] for each private record, and of that record alone: for this you vouch. The winner's weights are
+            those from before its score.
         score_is_public: you declare that `score` looks at public data only. Needed unless plan.score_noise is given.
         executor: any concurrent.futures.Executor, or a function that makes one; None: processes on this machine.
         ledger: a path, so that the charge survives.
@@ -235,7 +236,8 @@ def tune(
     noisy = None
     if plan.score_noise is not None and plan.score_size is not None:
         noisy = NoisyScore(plan.score_noise, plan.score_size)
-    book = Ledger(plan, ledger, {"score": "declared to be public"} if score_is_public else {})
+    word = "declared to be public" if score_is_public else "values asserted to be of one record each"
+    book = Ledger(plan, ledger, {"score": word})
     folder = Path(tempfile.mkdtemp(prefix="clipwise-search-"))
     try:
         if book.charges:

@@ -40,9 +40,9 @@ ALLOWED = {
     "trials": BASE | {"accounting", "evaluation", "ledger", "noise", "plan", "statement", "training"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
-    "guard": {"errors", "ledger"},
+    "guard": {"clipping", "errors", "ledger"},
     "statement": {"_show", "accounting", "clipping", "errors", "ledger", "noise", "plan"},
-    "evaluation": BASE | {"batch", "engine", "sampling", "training"},
+    "evaluation": BASE | {"batch", "engine", "guard", "sampling", "training"},
     "parts": BASE | {"engine", "thresholds"},
     "ranks": {"ledger", "noise"},
     "training": BASE

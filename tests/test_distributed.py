@@ -130,15 +130,17 @@ def test_a_rank_that_fails_stops_all_and_is_charged(tmp_path):
     assert "RankFailed" in ended[0][1]
     assert "Traceback" in ended[1][1]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["plan", "charge", "charge", "charge", "note"]
+    assert [line["kind"] for line in lines] == ["plan", "charge", "charge", "charge"]
+    assert "a step failed" in lines[-1]["remark"]
 
 
 def test_a_batch_too_large_over_all_ranks_is_refused_and_charged(tmp_path):
     path = tmp_path / "run.ledger"
     ended = launch(2, "replicated", "oversized", str(path), fails=True)
     assert all(code != 0 and "WrongBatch: Batches are far larger" in said for code, said in ended)
-    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
-    assert kinds == ["plan", "charge", "note"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["plan", "charge"]
+    assert "a step failed" in lines[-1]["remark"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

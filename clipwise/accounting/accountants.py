@@ -17,6 +17,7 @@ from .events import Event, StepEvent, rescaled
 
 CERTIFYING = ("pld", "rdp")
 ACCOUNTANTS = (*CERTIFYING, "gdp")
+ROUNDED = 1e-13  # of RDP, for one sampled release
 FOURIER = 3 * 2.0**-53  # what one release adds to the rounding of δ; measured against finer grids
 
 
@@ -112,10 +113,25 @@ def _simpler(event: Event) -> StepEvent:
 def _rdp(event: Event, delta: float) -> float:
     if event.adjacency != "add_or_remove_one":
         raise ValueError("accountant='rdp' knows add_or_remove_one only; use accountant='pld' for replace_one.")
-    accountant = rdp_accountant()
+    accountant, sampled = rdp_accountant(), 0
     for release, steps in dp_events(event):
         accountant.compose(release, steps)
-    return float(accountant.get_epsilon(delta))
+        sampled += steps if event.sampling_prob < 1 else 0
+    return rdp_epsilon(accountant, sampled, delta)
+
+
+def rdp_epsilon(accountant: Any, sampled: int, delta: float) -> float:
+    """ε of what an RDP accountant composed, of it so many sampled releases.
+
+    RDP of one is the logarithm of a number near 1, and may be rounded down by some 1e-14, to 0 or below: where it is
+    less than 1e-9, as much as that and more is added.
+    """
+    from dp_accounting.rdp import compute_epsilon
+
+    rdp = accountant.rdp
+    if sampled:
+        rdp += sampled * ROUNDED * np.clip(1 - rdp / (1e-9 * sampled), 0.0, 1.0)
+    return float(compute_epsilon(accountant.orders, rdp, delta)[0])
 
 
 def rdp_accountant() -> Any:

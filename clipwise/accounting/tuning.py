@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._check import count, one_of, open_unit, positive
-from .accountants import CERTIFYING, FOURIER, dp_events, epsilon_of, pld_accountant, rdp_accountant
+from .accountants import CERTIFYING, FOURIER, dp_events, epsilon_of, pld_accountant, rdp_accountant, rdp_epsilon
 from .calibrate import solve_for
 from .events import StepEvent
 
@@ -185,7 +185,7 @@ def _composed(run: tuple[StepEvent, ...], runs: int, delta: float, by: str) -> f
     certain = delta if by == "rdp" else delta - FOURIER * times
     if certain < delta / 2:
         return _composed(run, runs, delta, "rdp")
-    return float(accountant.get_epsilon(certain))
+    return rdp_epsilon(accountant, times, delta) if by == "rdp" else float(accountant.get_epsilon(certain))
 
 
 def _liu_talwar(search: Search, run: tuple[StepEvent, ...], delta: float) -> float:
