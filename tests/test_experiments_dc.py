@@ -279,3 +279,11 @@ def test_every_figure_is_on_the_page_with_what_it_shows():
         assert (report.REPORT.parent / link.split("(")[1].rstrip(")")).exists()
         assert shown.endswith(".")
         assert (report.RESULTS / source).exists()
+
+
+def test_a_rate_that_does_not_suit_the_run_without_privacy_is_said(tmp_path):
+    written(tmp_path, "mnist_best", [row("psac", 0, {}, 0.98), row("non-private", 0, {}, 0.99)])
+    assert "trains at the private recipe's rate" not in tables.best_caveat(tmp_path)
+    written(tmp_path, "mnist_best", [row("psac", 0, {}, 0.98), row("non-private", 0, {}, 0.4)])
+    assert "Without privacy mnist_best trains" in tables.best_caveat(tmp_path)
+    assert "ends at 40.0 (n = 1), below the private runs" in causes.causes(tmp_path)
