@@ -113,7 +113,8 @@ class _LikelihoodRatio:
         for start in range(0, number, part):
             training = self.training
             training._noise = copy.copy(training._noise)  # a key of its own: the same step is released again and again
-            found.append(self._values(*training._noised(_tiled(step, min(part, number - start)), 1)).numpy())
+            tiled = _tiled(step, min(part, number - start))
+            found.append(self._values(*tiled.noised(training.plan, training._noise, 1, None)).numpy())
         return np.concatenate(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import is_dataclass
 from typing import Any
@@ -48,26 +48,27 @@ def _rebuilt(tree: Mapping[str, Any], items: dict[str, Any]) -> Any:
         return items
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """All that a batch holds, in order."""
-    if isinstance(tree, Tensor) or type(tree) in _PLAIN:
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from leaves(item)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for name in tree.__dataclass_fields__:
-            yield from leaves(getattr(tree, name))
-    else:
-        yield tree
-
-
 def tensors(tree: Any) -> list[Tensor]:
     """All tensors of a batch, in order."""
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif type(tree) in _PLAIN:
+        return
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _collect(item, found)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            _collect(item, found)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for name in tree.__dataclass_fields__:
+            _collect(getattr(tree, name), found)
 
 
 def batch_size(data: Any) -> int:

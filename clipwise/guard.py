@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .clipping import trainable
 from .errors import ParameterMismatch, WrongOrder
 from .ledger import Ledger
 
@@ -38,21 +36,21 @@ class StepGuard:
 
 
 GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepGuard] = weakref.WeakKeyDictionary()
-_RUNS: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()  # what was spent on a model
-_PARTS = WeakTensorKeyDictionary()  # and on its parameters, which may be in another model, too
-
-
-def belongs_to(model: nn.Module, ledger: Ledger) -> None:
-    """What is spent on this model from now on stands in this ledger."""
-    _RUNS[model] = ledger
-    for p in trainable(model).values():
-        _PARTS[p] = ledger
+_RUNS: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()  # what was spent on a module
 
 
 def earlier_ledgers(model: nn.Module) -> list[Ledger]:
-    """Of runs that trained this model, or a parameter of it."""
-    found = [_RUNS.get(model), *(_PARTS.get(p) for p in model.parameters())]
-    return list({id(ledger): ledger for ledger in found if ledger is not None}.values())
+    """Of runs that trained this model, or a part of it, in whatever model it was then."""
+    found = [_RUNS[module] for module in model.modules() if module in _RUNS]
+    return list({id(ledger): ledger for ledger in found}.values())
+
+
+def belongs_to(model: nn.Module, ledger: Ledger) -> None:
+    """What is spent on this model from now on stands in this ledger; runs on a part of it are over."""
+    before = set(map(id, earlier_ledgers(model)))
+    own = [m for m in model.modules() if m is model or any(p.requires_grad for p in m.parameters(recurse=False))]
+    for module in [*own, *(m for m, found in list(_RUNS.items()) if id(found) in before)]:
+        _RUNS[module] = ledger
 
 
 class Turn:
@@ -83,8 +81,7 @@ class Turn:
 
 def check_newest(model: nn.Module, guard: StepGuard, ledger: Ledger) -> None:
     """A run must not go on beside a later one on the same model: each would state its own ε alone."""
-    others = any(_PARTS.get(p, ledger) is not ledger for p in trainable(model).values())
-    if _RUNS.get(model) is not ledger or guard.ledger is not ledger or others:
+    if _RUNS.get(model) is not ledger or guard.ledger is not ledger:
         raise ParameterMismatch(
             "privatize() was called again for this model or optimizer, with another ledger, since this run was made: "
             "the two would each state only their own epsilon. Go on with the later run, or pass ledger=training.ledger."
@@ -93,38 +90,52 @@ def check_newest(model: nn.Module, guard: StepGuard, ledger: Ledger) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """A model as the preflight saw it: its modules, their training flags, and what runs before and after them."""
+    """A model as it was checked: its modules, their training flags, and what runs before and after them."""
 
-    modules: tuple[nn.Module, ...]
-    flags: list[bool]
-    hooks: list[Any]
+    modes: list[tuple[nn.Module, bool]]
+    parts: list[Any]  # compared by identity
+    wrapped: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, wrapped: bool = False) -> Seen:
         """As it is now. Of a model that is `wrapped`, whose wrapper changes its hooks, the flags alone."""
-        modules = tuple(model.modules())
-        hooks = [] if wrapped else [hook for module in modules for hook in _hooks(module)]
-        return cls(() if wrapped else modules, [module.training for module in modules], hooks)
+        parts = [] if wrapped else [part for module in model.modules() for part in _parts(module)]
+        parts += [] if wrapped else [hook for held in _everywhere() for hook in held.values()]
+        return cls([(module, module.training) for module in model.modules()], parts, wrapped)
 
-    def check(self, model: nn.Module) -> None:
-        """Raise unless it still is so."""
-        now = Seen.of(model, wrapped=not self.modules)
-        if now.flags != self.flags:
+    @property
+    def flags(self) -> list[bool]:
+        """Which modules trained."""
+        return [training for _, training in self.modes]
+
+    def changed(self, model: nn.Module) -> bool:
+        """Whether something else would run."""
+        now = Seen.of(model, self.wrapped).parts
+        return len(now) != len(self.parts) or any(a is not b for a, b in zip(now, self.parts, strict=True))
+
+    def check_modes(self) -> None:
+        """Raise unless the training flags are the same."""
+        if any(module.training != training for module, training in self.modes):
             raise ParameterMismatch(
                 "model.train() or model.eval() was called since batches() checked the model: what was checked is not "
                 "what would run. Set the mode before batches(), and set it back after an evaluation."
             )
-        for before, after in ((self.modules, now.modules), (self.hooks, now.hooks)):
-            if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-                raise ParameterMismatch(
-                    "A module, its forward function or a hook was changed, added or removed since batches() checked "
-                    "the model: what was checked is not what would run. Do so before batches()."
-                )
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    """Functions that run with a module, and a forward of its own; between those of two kinds the name of the kind."""
-    yield vars(module).get("forward")
-    for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        yield kind
-        yield from getattr(module, kind).values()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _parts(module: nn.Module) -> Iterator[Any]:
+    """What decides what a module does: itself, its type, a forward of its own, and its hooks, each after its kind."""
+    held = vars(module)
+    yield from (module, type(module), held.get("forward"))
+    for kind in _HOOKS:
+        if held[kind]:
+            yield kind
+            yield from held[kind].values()
+
+
+def _everywhere() -> tuple[dict[Any, Any], ...]:
+    """Hooks of all modules."""
+    kept = torch.nn.modules.module
+    return kept._global_forward_pre_hooks, kept._global_forward_hooks

@@ -12,6 +12,8 @@ from ._types import Engine
 from .engine import OpRule, Tape
 from .engine.state import Untouched, Writes, beside_parameters
 from .errors import CrossExampleOp
+from .noise import NoiseSource
+from .plan import Plan
 from .thresholds import State
 
 
@@ -65,3 +67,27 @@ class Step:
     observed: Tensor | None = field(default=None, repr=False)
     recording: tuple[Tape, Microbatch] | None = None
     memory: Memory | None = None
+
+    def noised(
+        self, plan: Plan, source: NoiseSource, number: int, offsets: Mapping[str, int] | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What leaves the private side: the sum, and what the threshold observed, each with its noise."""
+        sums = source.add_(
+            self.sums,
+            sequence=number,
+            sensitivity=self.sensitivity,
+            noise_multiplier=plan.gradient_noise_multiplier_at(number - 1),
+            stream="gradient",
+            offsets=offsets,
+        )
+        release = plan.release
+        if release is None or self.observed is None:
+            return sums, None
+        observed = source.add_(
+            {"observed": self.observed},
+            sequence=number,
+            sensitivity=release.sensitivity,
+            noise_multiplier=release.noise_multiplier,
+            stream="threshold",
+        )
+        return sums, observed["observed"]

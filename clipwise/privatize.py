@@ -158,18 +158,19 @@ def _opened(
                 f"epsilon={shown_epsilon(before.spent)}; under a new ledger that would be forgotten. Pass "
                 "ledger=training.ledger, or its path, to go on; for a run of its own make a new model."
             )
-    if not isinstance(ledger, Ledger):
-        opened = Ledger(plan, ledger, asserted, noise)
-        if not all(opened.holds(before.position) for before in spent):
-            opened.close()
-            raise ParameterMismatch(
-                f"Ledger {path} is not the one that this model was trained with, or an older copy of it: what was "
-                "spent is not in it. Restore the file; for a run of its own make a new model."
-            )
-        return opened
-    if (ledger.plan.digest, ledger.head["assertions"], ledger.head["noise"]) != (plan.digest, asserted, noise):
+    lost = ParameterMismatch(
+        f"Ledger {path} is gone, or is not the one that this model was trained with, or an older copy of it: what was "
+        "spent is not in it. Restore the file; for a run of its own make a new model."
+    )
+    if spent and path is not None and not path.exists():  # before a new one appears there
+        raise lost
+    opened = ledger if isinstance(ledger, Ledger) else Ledger(plan, ledger, asserted, noise)
+    if not all(opened.holds(before.position) for before in spent):
+        opened.close()
+        raise lost
+    if (opened.plan.digest, opened.head["assertions"], opened.head["noise"]) != (plan.digest, asserted, noise):
         raise ParameterMismatch("The Ledger object was made for another plan or other assertions.")
-    return ledger
+    return opened
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:

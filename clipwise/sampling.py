@@ -13,7 +13,7 @@ import random
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ._check import count, probability
-from .batch import check_size, leaves, map_tensors
+from .batch import check_size, map_tensors
 from .chacha import Keystream
 from .errors import WrongBatch
 
@@ -45,21 +45,22 @@ _PIECE = 2**20  # records whose coins are flipped at once
 class PoissonBatch:
     """One Poisson batch, to be used once. `.data` is the collated batch, None when no example was drawn.
 
-    Its size is secret, and it cannot be copied: the same sample stepped twice is not two samples. Nor can its data be
-    changed: what is done to a batch belongs into the collate function or loss_fn, where the preflight sees it.
+    Its size is secret, and it cannot be copied: the same sample stepped twice is not two samples. Nor may its data be
+    changed: what is done to a batch belongs into the collate function or loss_fn, where the preflight sees it. Another
+    tensor, and ops in place, are noticed; what goes past torch's own count (`x.data`, `x.numpy()`) is not.
     """
 
     data: Any
     _size: int
-    _drawn: list[tuple[Any, int | None]] = field(init=False)
+    _drawn: list[tuple[Any, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember what it holds."""
-        object.__setattr__(self, "_drawn", [(leaf, _mark(leaf)) for leaf in leaves(self.data)])
+        object.__setattr__(self, "_drawn", list(_held(self.data)))
 
     def as_drawn(self) -> PoissonBatch:
         """This batch, unless something was put into it or changed in place."""
-        now = [(leaf, _mark(leaf)) for leaf in leaves(self.data)]
+        now = list(_held(self.data))
         same = len(now) == len(self._drawn)
         if not same or any(a is not b or m != n for (a, m), (b, n) in zip(now, self._drawn, strict=True)):
             raise WrongBatch(
@@ -85,6 +86,21 @@ class PoissonBatch:
             "A Poisson batch is stepped whole: training.step(batch). loss_fn(model, data) receives its data; for a "
             "loop of your own see training.microbatches(batch)."
         )
+
+
+def _held(data: Any) -> Iterator[tuple[Any, Any]]:
+    """All that a batch holds, part by part: an object that stays, and what changes if it is changed in place."""
+    if isinstance(data, (Mapping, list, tuple)):
+        yield type(data), len(data)
+        for key in data if isinstance(data, Mapping) else ():
+            yield None, key
+        for item in data.values() if isinstance(data, Mapping) else data:
+            yield from _held(item)
+    elif is_dataclass(data) and not isinstance(data, type):
+        for name in data.__dataclass_fields__:
+            yield from _held(getattr(data, name))
+    else:
+        yield data, _mark(data)
 
 
 def _mark(leaf: Any) -> int | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ class PrivateTraining:
         self._turn = Turn()
         self._writes: Writes | None = None  # what forward passes may write to, as the preflight saw
         self._paths: Paths = {}
-        self._compiled = Compiled(model, self._clipped, lambda: self._writes) if settings.compile else None
-        self._checked = False
+        self._compiled = self._as_compiled()
+        self._check: Callable[[], None] | None = None  # the preflight, once it has run
         self._nobody: Any = None  # made-up rows, for a rank that has none while others work
         self._threshold = plan.threshold.init(self._facts(trainable(model)))
 
@@ -156,13 +157,8 @@ class PrivateTraining:
             like = records[0] if self._settings.probe is None else self._settings.probe[0]
             self._nobody = nobody(collate, like, device)
         elif self._settings.preflight and self._loss_fn is not None and len(records):
-            probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
-            found = preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
-            self._writes = found.writes
-            if self._compiled is not None:
-                like = records[0] if self._settings.probe is None else self._settings.probe[0]
-                self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
-            self._seen = Seen.of(self._model)
+            self._check = partial(self._preflight, records, collate, device)
+            self._check()
         left = self._plan.steps - self._ledger.charges
         if left <= 0:
             warnings.warn(
@@ -173,6 +169,16 @@ class PrivateTraining:
             dataset, self._sampler, left, collate_fn=collate_fn, device=device, num_workers=num_workers
         )
         return self._issue(drawn)
+
+    def _preflight(self, records: Any, collate: Collate, device: Any) -> None:
+        probe = Probe(records=self._settings.probe, private=self._settings.preflight == "private")
+        assert self._loss_fn is not None
+        found = preflight_dataset(self._model, self._loss_fn, records, probe, collate, device, self._engine())
+        self._writes = found.writes
+        if self._compiled is not None:
+            like = records[0] if self._settings.probe is None else self._settings.probe[0]
+            self._compiled.prepare(collate, like, self._settings.microbatch or 1, device)
+        self._seen = Seen.of(self._model)
 
     def _engine(self) -> dict[str, Any]:
         return {"engine": self._settings.engine, "op_rules": self._settings.op_rules, "paths": self._paths}
@@ -201,9 +207,13 @@ class PrivateTraining:
         if self._settings.sampling == "asserted" and not isinstance(batch, PoissonBatch):
             batch = PoissonBatch(batch, 0 if batch is None else batch_size(batch))
             self._issued.add(batch)
-            if batch._size and self._settings.preflight and self._loss_fn is not None and not self._checked:
+            new = self._seen is None or self._seen.changed(self._model)
+            if batch._size and self._settings.preflight and self._loss_fn is not None and new:
                 self._writes = preflight_batch(self._model, self._loss_fn, batch.data, self._engine()).writes
-                self._seen, self._checked = Seen.of(self._model), True
+                self._seen = Seen.of(self._model)
+        elif self._check is not None and self._seen is not None and self._seen.changed(self._model):
+            self._compiled = self._as_compiled()  # other hooks or modules than those that were checked
+            self._check()
         if not isinstance(batch, PoissonBatch) or batch not in self._issued:
             raise WrongBatch(
                 f"step() takes only batches from this run's training.batches(dataset), each once; got "
@@ -226,6 +236,9 @@ class PrivateTraining:
                 else:
                     self._add(*self._compiled(*given, keep=len(self._step.parts) > 1), part)
         self.release()
+
+    def _as_compiled(self) -> Compiled | None:
+        return Compiled(self._model, self._clipped, lambda: self._writes) if self._settings.compile else None
 
     def _clipped(self, data: Any, mask: Tensor, clip_norm: Any) -> tuple[dict[str, Tensor], Tensor]:
         """The clipped sum of one microbatch and its norms: the function that compile=True compiles."""
@@ -307,13 +320,14 @@ class PrivateTraining:
             raise WrongOrder("release() without a recorded batch, or before backward(); one release per batch.")
         if step.parts:
             raise WrongOrder("release() with microbatches that were not recorded: use all of them.")
-        parameters = self._check_parameters()
+        with self._charged_if_it_fails():
+            parameters = self._check_parameters()
         step.sums = {name: step.sums[name] if name in step.sums else zeros_like(p) for name, p in parameters.items()}
         self._gather(step)
         self._step = None
         try:
             number = self._ranks.charge(self._ledger.commit)
-            noised, released = self._noised(step, number)
+            noised, released = step.noised(self._plan, self._noise, number, self._ranks.offsets)
             self._threshold = self._plan.threshold.update(step.threshold, released, self._facts(parameters))
             # Gradients get memory of their own: a compiled step puts its next, bare sums where these lie.
             for name, p in parameters.items():
@@ -323,6 +337,7 @@ class PrivateTraining:
         finally:
             self._guard.open = False
             self._optimizer.zero_grad(set_to_none=True)
+            self._seen = self._seen and Seen.of(self._model, self._seen.wrapped)  # what a pass itself changes stays
             self._turn.leave()
 
     def _gather(self, step: Step) -> None:
@@ -346,28 +361,6 @@ class PrivateTraining:
             self._charge_failure()
             raise
 
-    def _noised(self, step: Step, number: int) -> tuple[dict[str, Tensor], Tensor | None]:
-        """What leaves the private side: the sum, and what the threshold observed, each with its noise."""
-        sums = self._noise.add_(
-            step.sums,
-            sequence=number,
-            sensitivity=step.sensitivity,
-            noise_multiplier=self._plan.gradient_noise_multiplier_at(number - 1),
-            stream="gradient",
-            offsets=self._ranks.offsets,
-        )
-        release = self._plan.release
-        if release is None or step.observed is None:
-            return sums, None
-        observed = self._noise.add_(
-            {"observed": step.observed},
-            sequence=number,
-            sensitivity=release.sensitivity,
-            noise_multiplier=release.noise_multiplier,
-            stream="threshold",
-        )
-        return sums, observed["observed"]
-
     def _check_parameters(self) -> dict[str, nn.Parameter]:
         parameters = trainable(self._model)
         if list(parameters) != self._names:
@@ -377,7 +370,7 @@ class PrivateTraining:
                 "privatize()."
             )
         if self._seen is not None:
-            self._seen.check(self._model)
+            self._seen.check_modes()
         check_newest(self._model, self._guard, self._ledger)
         check_optimizer(self._optimizer, self._model)
         return parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import tempfile
@@ -98,7 +99,7 @@ def run_trial(train: Train, score: Score, noisy: NoisyScore | None, trial: Trial
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # how often one is printed would tell how many runs there are
-            training = train(Trial(dict(trial.candidate), dict(trial.numbers), folder))
+            training = train(Trial(copy.deepcopy(dict(trial.candidate)), dict(trial.numbers), folder))
             _check(training, trial, charges_of_this_thread() - before)
             # before the score, which may write into the model what it has seen
             weights = {name: x.detach().cpu().clone() for name, x in training.model.state_dict().items()}

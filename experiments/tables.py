@@ -216,8 +216,9 @@ def best_caveat(results: Path = RESULTS) -> str:
         plain, ours = (accuracies(name, m, {}, results) for m in (NON_PRIVATE, "psac"))
         if plain and ours and (mean := statistics.mean(plain.values())) < statistics.mean(ours.values()):
             text += (
-                f" Without privacy {name} trains at the private recipe's rate, which was not chosen for it, and ends at "
-                f"{mean:.1f} (n = {len(plain)}), below the private runs: gradients that nobody clips make longer steps. "
+                f" Without privacy {name} trains at the private recipe's rate, which was not chosen for it, and ends "
+                f"at {mean:.1f} (n = {len(plain)}), below the private runs: gradients that nobody clips make longer "
+                "steps. "
                 "No other rate was tried, so this row is no ceiling."
             )
     return text

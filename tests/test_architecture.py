@@ -40,10 +40,10 @@ ALLOWED = {
     "trials": BASE | {"accounting", "evaluation", "ledger", "noise", "plan", "statement", "training"},
     "clipping": BASE | {"batch", "engine", "rules"},
     "threshold_check": {"thresholds"},
-    "guard": {"clipping", "errors", "ledger"},
+    "guard": {"errors", "ledger"},
     "statement": {"_show", "accounting", "clipping", "errors", "ledger", "noise", "plan"},
     "evaluation": BASE | {"batch", "engine", "guard", "sampling", "training"},
-    "parts": BASE | {"engine", "thresholds"},
+    "parts": BASE | {"engine", "noise", "plan", "thresholds"},
     "ranks": {"ledger", "noise"},
     "training": BASE
     | {"batch", "clipping", "engine", "guard", "ledger", "noise", "parts", "plan", "ranks", "rules", "sampling"}

@@ -123,8 +123,8 @@ def _rdp(event: Event, delta: float) -> float:
 def rdp_epsilon(accountant: Any, sampled: int, delta: float) -> float:
     """ε of what an RDP accountant composed, of it so many sampled releases.
 
-    RDP of one is the logarithm of a number near 1, and may be rounded down by some 1e-14, to 0 or below: where it is
-    less than 1e-9, as much as that and more is added.
+    RDP of one is the logarithm of a number near 1, and may be rounded down by some 1e-15, to 0 or below: the smaller it
+    is below 1e-9, the more is added, up to a hundred times that.
     """
     from dp_accounting.rdp import compute_epsilon
 

@@ -47,11 +47,29 @@ def deeper(data):
     data["row"].x.zero_()
 
 
-@pytest.mark.parametrize("change", [in_place, replaced, replaced_in_a_list, an_array, deeper])
+def into_an_empty_list(data):
+    data["flags"].append(1)
+
+
+def other_keys(data):
+    x, y = data.pop("x"), data.pop("y")
+    data.update({"y": y, "x": x})
+
+
+@pytest.mark.parametrize(
+    "change", [in_place, replaced, replaced_in_a_list, an_array, deeper, into_an_empty_list, other_keys]
+)
 def test_22_a_batch_is_stepped_as_it_was_drawn(change):
     def collate(records):
         x, y = (torch.stack(column) for column in zip(*records, strict=True))
-        return {"x": x, "y": y, "list": [x.clone(), 3.0, "a"], "array": x.numpy().copy(), "row": Row(x.clone(), y)}
+        return {
+            "x": x,
+            "y": y,
+            "list": [x.clone(), 3.0, "a"],
+            "array": x.numpy().copy(),
+            "row": Row(x.clone(), y),
+            "flags": [],
+        }
 
     training = run(loss_fn=lambda m, b: losses(m, (b["x"], b["y"])), steps=4)
     seen = 0
@@ -105,18 +123,81 @@ def one_hook_more_and_one_less(model):
     model.register_forward_pre_hook(lambda module, given: (given[0] - given[0].mean(0),))
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_behind, another_forward, another_module, one_hook_more_and_one_less])
-def test_11_what_runs_is_what_was_checked(change):
+def everywhere(model):
+    torch.nn.modules.module.register_module_forward_pre_hook(lambda module, given: (given[0] - given[0].mean(0),))
+
+
+@pytest.mark.parametrize(
+    "change", [hooked, hooked_behind, another_forward, another_module, one_hook_more_and_one_less, everywhere]
+)
+@pytest.mark.parametrize("asserted", [False, True])
+def test_11_what_changed_is_checked_again(change, asserted):
     model = network()
     model.register_forward_pre_hook(lambda module, given: None)
-    training = run(model=model, sampling_prob=1.0, expected_batch_size=48.0)
-    batches = training.batches((X, Y))
+    options = {"sampling": "asserted"} if asserted else {}
+    training = run(model=model, sampling_prob=1.0, expected_batch_size=48.0, **options)
+    batches = iter([(X, Y)] * 3) if asserted else training.batches((X, Y))
     training.step(next(batches))
     batch = next(batches)
-    change(model)
-    with pytest.raises(errors.ParameterMismatch, match="since batches"):
-        training.step(batch)
+    try:
+        change(model)
+        with pytest.raises(errors.CrossExampleOp):
+            training.step(batch)
+    finally:
+        torch.nn.modules.module._global_forward_pre_hooks.clear()
     assert training.ledger.charges == 1
+
+
+class Lazy(nn.Module):
+    """Registers a hook and makes a module at its first pass, as some libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.ready = nn.Linear(6, 3), False
+
+    def forward(self, x):
+        if not self.ready:
+            self.ready = True
+            self.linear.register_forward_hook(lambda module, given, found: None)
+        self.end = nn.Identity()
+        return self.end(self.linear(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_11_what_does_no_harm_may_change(compiled):
+    training = run(model=Lazy(), steps=4, sampling_prob=1.0, expected_batch_size=48.0, compile=compiled)
+    for number, batch in enumerate(training.batches((X, Y))):
+        if number == 1:
+            training.model.linear.register_forward_hook(lambda module, given, found: None)
+        if number == 2:
+            own = training.model.linear.forward
+            training.model.linear.forward = lambda x, own=own: own(x)
+            training.model.linear.forward = own
+        training.step(batch)
+    assert training.ledger.charges == 4
+    assert training.statement()["certified"]
+
+
+def test_31_what_fails_after_records_were_seen_is_charged():
+    def seen(model, batch):
+        if (batch[0] == 77.0).any():
+            model.train(not model.training)
+        return losses(model, batch)
+
+    outcomes = []
+    for last in (0.0, 77.0):
+        x = torch.cat([X, torch.full((1, 6), last)])
+        y = torch.cat([Y, torch.tensor([0])])
+        training = run(loss_fn=seen, sampling_prob=1.0, expected_batch_size=48.0)
+        batch = next(training.batches((x, y)))
+        if last:
+            with pytest.raises(errors.ParameterMismatch):
+                training.step(batch)
+            assert "a step failed" in training.ledger.notes[-1]
+        else:
+            training.step(batch)
+        outcomes.append(training.ledger.charges)
+    assert outcomes == [1, 1]
 
 
 # -- runs on one model ----------------------------------------------------------------------------------
@@ -148,8 +229,12 @@ def test_38_a_ledger_that_vanished_is_not_begun_anew(tmp_path):
     first.ledger.close()
     kept = (tmp_path / "run").read_bytes()
     os.remove(tmp_path / "run")
-    with pytest.raises(errors.ParameterMismatch, match="not the one that this model was trained with"):
+    with pytest.raises(errors.ParameterMismatch, match="is gone"):
         run(model=first.model, ledger=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    empty = cw.Ledger(first.plan, tmp_path / "run")
+    with pytest.raises(errors.ParameterMismatch, match="is gone"):
+        run(model=first.model, ledger=empty)
     (tmp_path / "run").write_bytes(kept)
     again = run(model=first.model, ledger=tmp_path / "run")
     assert again.ledger.charges == 1
