@@ -23,6 +23,7 @@ from .state import Writes, differing, kept_state, restore_state
 from .tape import Tape
 
 _SIZES, _AGAIN = (2, 8), 16  # other sizes of batches; how often one is made again where something is drawn
+_MANY = 10  # a tenth of a batch is somebody, and one can lie three standard deviations out
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ class Rig:
     def _check_sizes(self, records: Sequence[Any], losses: Tensor, again: int) -> None:
         """Batches of other sizes give the same losses, and so do more of them where something was drawn."""
         before, count = kept_state(self.model), len(records)
-        for size in (*_SIZES, *(count for _ in range(again))):
-            chosen = [i % count for i in range(size)]
+        tried = [[i % count for i in range(size)] for size in (*_SIZES, *(count for _ in range(again)))]
+        for chosen in [*tried, [0] + _MANY * [1], [1] + _MANY * [0]]:  # one beside many that are alike stands out
             batch = self.collated([records[i] for i in chosen])
             found = self.loss_fn(self.model, batch).detach()
             restore_state(self.model, before)
@@ -142,6 +143,36 @@ class Rig:
             if not errors[worst] <= self.tolerance:
                 alone = self.collated([records[chosen[worst]]])
                 raise self._mixing(batch, alone, worst, "", float(errors[worst]), 0.0)
+
+    def by_chance(self, records: Sequence[Any]) -> None:
+        """With the same random numbers a record has the same loss, whoever the others are, or it raises.
+
+        Numbers that differ from row to row, as in training: a permutation of rows that chance makes is seen here alone.
+        """
+        before, times, drawn = kept_state(self.model), _AGAIN, False
+        first = list(range(len(records)))
+        other = [i if i % 2 == 0 else (i + 1) % len(records) for i in first]
+        for seed in range(times):
+            found = []
+            for chosen in (first, other):
+                torch.manual_seed(seed)
+                np.random.seed(seed)
+                random.seed(seed)
+                began = _drawn()
+                losses = self.loss_fn(self.model, self.collated([records[i] for i in chosen])).detach()
+                drawn = drawn or began != _drawn()
+                restore_state(self.model, before)
+                found.append(losses[::2].nan_to_num())
+            apart = (found[0] - found[1]).abs() / (found[0].abs() + found[0].abs().mean() + 1e-6)
+            if not float(apart.max()) <= self.tolerance:
+                raise CrossExampleOp(
+                    "With the same random numbers, a record has another loss when other records of its batch are "
+                    f"replaced (relative difference {float(apart.max()):.2g}). Clipping then bounds nobody's "
+                    "influence. Usual causes: mixing by chance (mixup, random negatives, swaps), in the loss, the "
+                    "model or the collate_fn; or random numbers whose count depends on the data."
+                )
+            if not drawn:
+                return
 
     def _mixing(
         self, batch: Any, alone: Any, row: int, name: str, loss_error: float, norm_error: float
