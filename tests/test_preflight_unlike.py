@@ -56,7 +56,7 @@ WHOLE_BATCH = {
 
 @pytest.mark.parametrize("kind", WHOLE_BATCH)
 def test_a_choice_for_the_whole_batch_is_refused(kind):
-    with pytest.raises(CrossExampleOp, match="than alone|same random numbers"):
+    with pytest.raises(CrossExampleOp, match=r"than alone|same random numbers"):
         begun(Model(WHOLE_BATCH[kind]))
 
 
