@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class PrivateTraining:
         self._writes: Writes | None = None  # what forward passes may write to, as the preflight saw
         self._paths: Paths = {}
         self._compiled = self._as_compiled()
-        self._check: Callable[[], None] | None = None  # the preflight, once it has run
+        self._checked: tuple[Any, ...] | None = None  # what the preflight was given, once it has run
         self._nobody: Any = None  # made-up rows, for a rank that has none while others work
         self._threshold = plan.threshold.init(self._facts(trainable(model)))
 
@@ -157,8 +156,8 @@ class PrivateTraining:
             like = records[0] if self._settings.probe is None else self._settings.probe[0]
             self._nobody = nobody(collate, like, device)
         elif self._settings.preflight and self._loss_fn is not None and len(records):
-            self._check = partial(self._preflight, records, collate, device)
-            self._check()
+            self._checked = (records, collate, device)
+            self._preflight(*self._checked)
         left = self._plan.steps - self._ledger.charges
         if left <= 0:
             warnings.warn(
@@ -211,9 +210,9 @@ class PrivateTraining:
             if batch._size and self._settings.preflight and self._loss_fn is not None and new:
                 self._writes = preflight_batch(self._model, self._loss_fn, batch.data, self._engine()).writes
                 self._seen = Seen.of(self._model)
-        elif self._check is not None and self._seen is not None and self._seen.changed(self._model):
+        elif self._checked is not None and self._seen is not None and self._seen.changed(self._model):
             self._compiled = self._as_compiled()  # other hooks or modules than those that were checked
-            self._check()
+            self._preflight(*self._checked)
         if not isinstance(batch, PoissonBatch) or batch not in self._issued:
             raise WrongBatch(
                 f"step() takes only batches from this run's training.batches(dataset), each once; got "

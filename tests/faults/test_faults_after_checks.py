@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -238,6 +239,19 @@ def test_38_a_ledger_that_vanished_is_not_begun_anew(tmp_path):
     (tmp_path / "run").write_bytes(kept)
     again = run(model=first.model, ledger=tmp_path / "run")
     assert again.ledger.charges == 1
+
+
+def test_35_a_run_that_is_gone_holds_no_lock(tmp_path):
+    gc.disable()
+    try:
+        first = run(ledger=tmp_path / "run")
+        for batch in first.batches((X, Y)):
+            first.step(batch)
+            break
+        del first, batch
+        run(ledger=tmp_path / "run").ledger.close()
+    finally:
+        gc.enable()
 
 
 def test_40_a_run_that_was_replaced_scores_no_more():
