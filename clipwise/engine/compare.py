@@ -39,7 +39,8 @@ class PreflightReport:
 def _drawn() -> tuple[Any, ...]:
     """Where the generators stand that are not held still."""
     arrays = np.random.get_state(legacy=False)
-    return random.getstate(), repr(arrays), bytes(torch.get_rng_state().numpy())
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    return random.getstate(), repr(arrays), [bytes(state.numpy()) for state in states]
 
 
 @dataclass(frozen=True)
