@@ -150,10 +150,10 @@ class Rig:
 
         Numbers that differ from row to row, as in training: a permutation of rows that chance makes is seen here alone.
         """
-        before, times, drawn = kept_state(self.model), _AGAIN, False
+        before, drawn = kept_state(self.model), False
         first = list(range(len(records)))
         other = [i if i % 2 == 0 else (i + 1) % len(records) for i in first]
-        for seed in range(times):
+        for seed in range(_AGAIN):
             found = []
             for chosen in (first, other):
                 torch.manual_seed(seed)

@@ -14,7 +14,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -70,14 +70,14 @@ def _still() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(level: float) -> Iterator[None]:
-    """Randomness made repeatable."""
-    with _still(), torch.enable_grad(), Quiet(level), no_recompute():
+def _quiet(level: float | None) -> Iterator[None]:
+    """Randomness made repeatable; without a level as it comes."""
+    with _still(), torch.enable_grad(), nullcontext() if level is None else Quiet(level), no_recompute():
         yield
 
 
 @contextmanager
-def _untouched(model: nn.Module, level: float) -> Iterator[None]:
+def _untouched(model: nn.Module, level: float | None) -> Iterator[None]:
     """The same, and buffers as they were afterwards."""
     buffers = kept_state(model)
     try:
@@ -141,7 +141,7 @@ def _checked(
         with _untouched(subject, level):
             report = rig.compared(records)
         if kind == "usual" and level == HIGH and engine != "vmap" and tolerance < 1:
-            with _still(), no_recompute():
+            with _untouched(subject, None):
                 rig.by_chance(records)
         return report
 

@@ -149,3 +149,16 @@ def test_06_rows_that_come_in_another_order_are_refused():
         cw.clipped_sum(model, lambda m, x: m(x).logsumexp(1), X[:4])
     with pytest.raises(errors.ClipwiseError):
         preflight(model, lambda m, x: m(x).logsumexp(1), list(X[:4]))
+
+
+def test_11_losses_that_take_gradients_of_their_own_are_looked_at_too():
+    """Also where nobody records gradients, and with nothing left behind by a look that fails."""
+
+    def perturbed(model, batch):
+        x = batch[0].detach().requires_grad_()
+        (grad,) = torch.autograd.grad(losses(model, (x, batch[1])).sum(), x)
+        return losses(model, (batch[0] + 0.1 * grad.sign() + 0.01 * torch.randn_like(x), batch[1]))
+
+    with torch.no_grad():
+        batches = run(loss_fn=perturbed, engine="bookkeeping").batches((X, Y))
+    assert batches is not None
