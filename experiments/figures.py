@@ -222,6 +222,7 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "clipped_mnist": ("bias", clipped_figure),
     "D1": ("mnist_dc", grid_figure),
     "dc_knobs": ("mnist_dc", knob_figure),
+    "dc_knobs_cifar10": ("cifar10_dc", knob_figure),
     "levels_mnist": ("mnist_dc", level_figure),
     "levels_names": ("names_dc", level_figure),
     "levels_cifar10": ("cifar10_dc", level_figure),
