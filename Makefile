@@ -1,4 +1,4 @@
-# Every target sets up .venv by itself when pyproject.toml or constraints.txt have changed.
+# Every target sets up .venv by itself when pyproject.toml, constraints.txt or C files have changed.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -9,7 +9,7 @@ export DNNL_MAX_CPU_ISA := AVX512_CORE
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard clipwise/native/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch hatchling editables
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev]'
@@ -50,4 +50,4 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 clean:
-	rm -rf .venv .kernels build dist site *.egg-info
+	rm -rf .venv .kernels build dist site *.egg-info clipwise/native/*.so

@@ -15,14 +15,15 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from clipwise.engine.contributions import Outer, materialise
+from clipwise.engine.contributions import Outer, is_native
 from clipwise.engine.products import exact_products, precision_of
-from clipwise.engine.reduce import DenseGrad, OuterGrad, choose_path, squared_norms
+from clipwise.engine.reduce import DenseGrad, OuterGrad, choose_path, reduce_uses, squared_norms
 
 SHAPES = {
     "cpu": [(8, 128, 128), (8, 256, 256), (8, 256, 1024)],
@@ -63,7 +64,7 @@ def row(b: int, p: int, d: int, t: int, device: str, rounds: int) -> dict[str, A
     left, right = (torch.randn(b, 1, t, k, device=device).to(dtype) for k in (p, d))
     weights, keep = torch.rand(b, device=device), torch.ones(b, dtype=torch.bool, device=device)
     precision = precision_of(left, right)
-    path = choose_path(t, p, d, left.device, precision)
+    path = choose_path(t, p, d, left.device, precision, is_native(left))
     use = Outer(left, right)
 
     def both(grad: OuterGrad | DenseGrad) -> None:
@@ -73,7 +74,7 @@ def row(b: int, p: int, d: int, t: int, device: str, rounds: int) -> dict[str, A
     run = {
         "plain": lambda: torch.mm(left.flatten(0, 2).mT, right.flatten(0, 2)),
         "outer": lambda: both(OuterGrad(use, (p, d), path.wide and path.form == "outer", precision=precision)),
-        "dense": lambda: both(DenseGrad(materialise(use, (p, d)))),
+        "dense": lambda: both(reduce_uses([use], (p, d), "w", {"w": replace(path, form="dense", wide=False)})),
     }
     with exact_products(left.device):
         found = measured(run if device == "cpu" else {name: replayed(f) for name, f in run.items()}, rounds, device)
@@ -94,7 +95,7 @@ def row(b: int, p: int, d: int, t: int, device: str, rounds: int) -> dict[str, A
 def chosen(found: dict[str, Any], device: str) -> str:
     """The way that the engine takes today."""
     precision: Any = "exact" if device == "cpu" else "bfloat16"
-    return choose_path(found["t"], found["p"], found["d"], torch.device(device), precision).form
+    return choose_path(found["t"], found["p"], found["d"], torch.device(device), precision, device == "cpu").form
 
 
 def worst(rows: list[dict[str, Any]], device: str) -> float:

@@ -1,7 +1,7 @@
-"""Gaussian numbers of chacha.py on a CPU: OpenSSL's ChaCha20, and Box–Muller in numpy.
+"""Gaussian numbers of chacha.py on a CPU: by native code (native/noise.c), or by OpenSSL's ChaCha20 and numpy.
 
-A row is what 256 lanes make of one pair: the 256 numbers with the cosine, then the 256 with the sine. A chunk has four
-rows. Rows of several tensors are made at once, as small ones have few; noise.py shares the work among threads.
+In numpy, a row is what 256 lanes make of one pair: the 256 numbers with the cosine, then the 256 with the sine. A chunk
+has four rows. Rows of several tensors are made at once, as small ones have few; noise.py shares the work among threads.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from . import native
 from .chacha import CHUNK, LANES, ROOM, Keystream
 
 Floats = np.ndarray[Any, Any]
@@ -24,7 +26,7 @@ MOST = 256 + _ROWS  # rows made at once: of a part that begins within a chunk, t
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a tensor that get their noise in one piece: `target` is at most LONGEST of them, flat."""
+    """Elements of a tensor that get their noise in one piece: `target` is flat, for numpy at most LONGEST of them."""
 
     key: bytes = field(repr=False)
     start: int  # where the target begins in the stream of the key
@@ -51,6 +53,28 @@ def add_gaussians(parts: Sequence[Part], scale: float) -> None:
     """Each target += scale · its numbers, added in float64 and rounded once."""
     if not 1e-140 < scale < 1e140:
         raise ValueError(f"Noise of scale {scale:g} is beyond what float64 can square.")
+    (_natively if is_native() else _by_numpy)(parts, scale)
+
+
+@lru_cache(maxsize=1)
+def is_native() -> bool:
+    """Whether native code makes the numbers, on threads of its own: it gave those of numpy when it was first asked."""
+    return native.usable("noise", _agree)
+
+
+def _agree() -> bool:
+    kinds = (np.float64, np.float32)
+    made, known = ([np.zeros(3 * CHUNK, dtype=kind) for kind in kinds] for _ in range(2))
+    for targets, add in ((made, _natively), (known, _by_numpy)):
+        add([Part(bytes(range(i, 32 + i)), CHUNK * i - i, x) for i, x in enumerate(targets, 1)], 2.0)
+    return all(np.allclose(a, b, rtol=0, atol=d) for a, b, d in zip(made, known, (1e-12, 1e-5), strict=True))
+
+
+def _natively(parts: Sequence[Part], scale: float) -> None:
+    native.add_noise([p.key for p in parts], [p.start for p in parts], [p.target for p in parts], scale)
+
+
+def _by_numpy(parts: Sequence[Part], scale: float) -> None:
     space = _Space()
     waiting: list[Part] = []
     rows = 0

@@ -123,7 +123,7 @@ class NoiseSource:
             add = _gpu_kernel()
             add(list(there.values()), [keys[n] for n in there], sigma * bound, [offsets.get(n, 0) for n in there])
         rest = {name: v for name, v in wide.items() if name not in on_gpu}
-        return wide | _on_cpu(rest, _secure(keys, offsets, sigma * bound))
+        return wide | _on_cpu(rest, _secure(keys, offsets, sigma * bound), shares=chacha_cpu.is_native())
 
     def _hardened(self, here: str, sigma: float, bound: float, dimension: int) -> Fill:
         step, rounded_bound = grid_for(bound, dimension)
@@ -162,15 +162,16 @@ def _secure(keys: Mapping[str, bytes], offsets: Mapping[str, int], scale: float)
     return fill
 
 
-def _on_cpu(values: Mapping[str, Tensor], fill: Fill) -> dict[str, Tensor]:
-    """Blocks of elements, shared among threads: their order does not matter."""
+def _on_cpu(values: Mapping[str, Tensor], fill: Fill, shares: bool = False) -> dict[str, Tensor]:
+    """Blocks of elements, shared among threads (by `fill` itself, if it `shares`): their order does not matter."""
     outputs = {name: value.cpu() for name, value in values.items()}
     flat = {name: value.view(-1).numpy() for name, value in outputs.items()}
-    blocks = [(name, i, x[i : i + BLOCK]) for name, x in flat.items() for i in range(0, len(x), BLOCK)]
+    length = max((len(x) for x in flat.values()), default=0) or 1 if shares else BLOCK
+    blocks = [(name, i, x[i : i + length]) for name, x in flat.items() for i in range(0, len(x), length)]
     workers = torch.get_num_threads() if sum(len(target) for _, _, target in blocks) > 2 * BLOCK else 1
-    if workers == 1:
+    if shares or workers == 1:
         fill(blocks)
-    else:  # OpenSSL and numpy release the interpreter lock
+    else:  # numpy releases the interpreter's lock
         blocks.sort(key=lambda block: -len(block[2]))
         with ThreadPoolExecutor(workers - 1) as pool:
             others = [pool.submit(fill, blocks[i::workers]) for i in range(1, workers)]

@@ -7,12 +7,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ways import WAYS, by
 
 from clipwise import chacha, chacha_cpu
 from clipwise.chacha_cpu import LONGEST, Part, add_gaussians
 from clipwise.noise import NoiseSource
 
 KEY = bytes(range(32))
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
+
+
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 3 * chacha.CHUNK), st.integers(LONGEST - 5, LONGEST))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from ways import WAYS, by
 
 import clipwise as cw
 from clipwise.engine import contributions
@@ -31,6 +32,13 @@ CASES = {
     "transposed": (nn.ConvTranspose2d(4, 4, 3, 2, padding=1, output_padding=1, groups=4), (4, 4, 5)),
     "strides that leave something over": (nn.Conv2d(1, 2, 2, 3), (1, 7, 9)),
 }
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,10 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ways import WAYS, by
 
 from clipwise.engine import gram as grams
 from clipwise.engine.contributions import Outer
 from clipwise.engine.products import cut, cut_once
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
 
 
 def factors(size, groups, t, p, d, dtype=torch.float64, seed=0):

@@ -66,14 +66,18 @@ def test_a_thread_that_fails_stops_the_release(failing, mode, monkeypatch):
             return super().bytes(count, into)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(chacha_cpu, "is_native", lambda: False)  # which cannot fail: it asks for no memory
     monkeypatch.setattr(chacha, "Keystream", OneFails)
     monkeypatch.setattr(chacha_cpu, "Keystream", OneFails)
     with pytest.raises(MemoryError):
         source.add_({"w": torch.zeros(8 * BLOCK)}, **ONE)
 
 
-def test_every_block_gets_its_noise_on_any_number_of_threads(monkeypatch):
+@pytest.mark.parametrize("natively", [False, True])
+def test_every_block_gets_its_noise_on_any_number_of_threads(monkeypatch, natively):
     found = []
+    if not natively:
+        monkeypatch.setattr(chacha_cpu, "is_native", lambda: False)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         values = {"w": torch.zeros(9 * BLOCK + 5), "b": torch.zeros(7), "v": torch.zeros(2 * BLOCK)}

@@ -10,11 +10,19 @@ import torch
 import torch.nn.functional as F
 from brute import assert_matches
 from torch import Tensor, nn
+from ways import WAYS, by
 
 import clipwise as cw
 
 RULES = [cw.PSAC(), cw.AutoS(), cw.AutoV(), cw.Abadi(), cw.Reparam(), cw.Global()]
 B = 4
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
 
 
 class Module(nn.Module):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ops import Module
 from torch import nn
+from ways import WAYS, by
 
 import clipwise as cw
 from clipwise.clipping import engine_gradients
@@ -22,6 +23,13 @@ from clipwise.engine.reduce import OuterGrad, reduce_uses, squares
 
 RULES = [cw.PSAC(), cw.AutoS(), cw.AutoV(), cw.Abadi(), cw.Reparam(), cw.Global(), cw.PerLayer(cw.AutoS())]
 T, D = 64, 6
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
 
 
 def cancelling(generator, scale=1e4):

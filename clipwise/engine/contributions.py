@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import native
 from .._types import sum_dtype
 from .products import cut, precision_of, product
 from .static import is_static
@@ -73,6 +74,8 @@ class Unfolded:
     arrange: Callable[[Tensor], Tensor] | None = None  # a view of […, d] in the weight's own order, if it has another
     window: Window | None = None  # for kernels that read patches where they lie
     cut: bool = False  # left, to TF32's bits already
+    view: Callable[[Tensor], Tensor] | None = None  # as `unfold`, without writing: [rows / k, g, *positions, *entries]
+    axes: int = 1  # of the view's positions
 
     def outer(self) -> Outer:
         """With all patches in memory."""
@@ -113,11 +116,20 @@ def as_multiplied(use: Contribution) -> Contribution:
     return use
 
 
-def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor], None] | None = None) -> Tensor:
+def materialise(
+    use: Contribution, shape: Sequence[int], look: Callable[[Tensor, Tensor | None], None] | None = None
+) -> Tensor:
     """The per-example gradient [b, *shape] of one use, in float32 or wider.
 
-    `look` sees the gradient too, a few examples at a time, while the cache holds them.
+    `look` sees that of products too, a few examples at a time, while the cache holds them; with its sums of squares,
+    if they are known.
     """
+    if isinstance(use, (Outer, Unfolded)) and is_native(use.left) and (isinstance(use, Outer) or use.view is not None):
+        grad, squared = _natively(use)
+        if look is not None:
+            look(grad, squared)
+        arranged = use.arrange(grad).flatten(1, 2) if isinstance(use, Unfolded) and use.arrange is not None else grad
+        return arranged.reshape(len(grad), *shape)
     if isinstance(use, Dense):
         return _wide(use.grad).reshape(len(use.grad), *shape)
     if isinstance(use, Unfolded):
@@ -133,7 +145,30 @@ def materialise(use: Contribution, shape: Sequence[int], look: Callable[[Tensor]
     return table.index_add_(0, (use.index + offset).flatten(), rows).reshape(size, *shape)
 
 
-def _unfolded(use: Unfolded, look: Callable[[Tensor], None] | None) -> Tensor:
+def is_native(left: Tensor) -> bool:
+    """Whether native code makes gradients from it: on a CPU, in float32."""
+    return left.device.type == "cpu" and sum_dtype(left.dtype) == torch.float32 and native.has_products()
+
+
+def _natively(use: Outer | Unfolded) -> tuple[Tensor, Tensor]:
+    """[b, g, p, d] and sums of squares [b]; each example's the same to the last bit, whoever is beside it."""
+    if isinstance(use, Outer):
+        left, base, axes = use.left[..., : use.size[0]], use.right[..., : use.size[1]], 1
+    else:
+        left, base, axes = use.left, use.input, use.axes
+
+    def view(x: Tensor) -> Tensor:
+        return use.view(x) if isinstance(use, Unfolded) and use.view is not None else x
+
+    if not is_static():
+        return native.example_gradients(_wide(left), view(_wide(base)), axes)
+    whole = _wide(base).contiguous()  # a compiler would write the patches of a view
+    seen = view(whole)
+    made, squared = torch.ops.clipwise.native_gradients(_wide(left), whole, seen.shape, seen.stride(), axes)
+    return made, squared
+
+
+def _unfolded(use: Unfolded, look: Callable[[Tensor, Tensor | None], None] | None) -> Tensor:
     """[b, g, p, d], a few examples at a time: on a CPU straight to where it stays."""
     size, groups, _, side = use.left.shape
     shape, dtype = (size, groups, side, use.width), sum_dtype(use.left.dtype)
@@ -147,7 +182,7 @@ def _unfolded(use: Unfolded, look: Callable[[Tensor], None] | None) -> Tensor:
             left, right = (_wide(x).flatten(0, 1) for x in (part.left, part.right))
             _alike(left.mT, right, made[-1].flatten(0, 1))
         if look is not None:
-            look(made[-1])
+            look(made[-1], None)
         done += len(part.left)
     return whole if whole is not None else made[0] if len(made) == 1 else torch.cat(made)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedOp
-from .contributions import Dense, Unfolded, Window
+from .contributions import Dense, Unfolded, Window, is_native
 from .depthwise import depthwise_gradient
 from .op_rule import Call, Uses, per_channel
 from .products import precision_of
@@ -78,6 +78,7 @@ def conv(call: Call, grad: Tensor) -> Uses:
         kernel, dims, width = tuple(weight.shape[2:]), weight.dim() - 2, weight[0].numel()
         x, padding = call.values["input"], call.values.get("padding", 0)
         as_patches = groups == 1 and is_static() and math.prod(kernel) >= _COLUMNS
+        as_patches = as_patches or (groups == 1 and is_native(grad))
         if weight.shape[1] == 1 and grad.device.type == "cpu" and not as_patches:
             stride, dilation = (_pairs(call.values.get(name, 1), dims) for name in ("stride", "dilation"))
             given, pad = (_padded(x, kernel, call), 0) if isinstance(padding, str) else (x, padding)
@@ -92,14 +93,26 @@ def conv(call: Call, grad: Tensor) -> Uses:
         def examples(x: Tensor) -> Tensor:  # [b·k, g, t, ·] -> [b, g, k·t, ·]
             return x if copies == 1 else x.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
 
-        def unfold(x: Tensor) -> Tensor:
-            seen = _patches(x, 2, kernel, call)  # [b·k, c, *out, *kernel]
-            seen = seen.unflatten(1, (groups, -1)).movedim(2, 2 + dims)  # [b·k, g, *out, c/g, *kernel]
-            return examples(seen.reshape(len(x), groups, -1, width))
+        def by_example(x: Tensor) -> Tensor:  # [b·k, g, …] -> [b, g, k, …]
+            apart: Tensor = x.unflatten(0, (-1, copies))
+            return apart.movedim(1, 2)
 
-        def unfold_last(x: Tensor) -> Tensor:  # [b·k, *in, c]: longer runs of memory, so copied faster
-            seen = _patches(x, 1, kernel, call).movedim(1 + dims, -1)  # [b·k, *out, *kernel, c]
-            return examples(seen.reshape(len(x), 1, -1, width))
+        def view(x: Tensor) -> Tensor:
+            seen = _patches(x, 2, kernel, call)  # [b·k, c, *out, *kernel]
+            return by_example(seen.unflatten(1, (groups, -1)).movedim(2, 2 + dims))  # [b, g, k, *out, c/g, *kernel]
+
+        def view_last(x: Tensor) -> Tensor:  # [b·k, *in, c]: longer runs of memory, so copied faster
+            return by_example(
+                _patches(x, 1, kernel, call).movedim(1 + dims, -1)[:, None]
+            )  # [b, 1, k, *out, *kernel, c]
+
+        def unfold(x: Tensor) -> Tensor:
+            seen = view(x)
+            return seen.reshape(*seen.shape[:2], -1, width)
+
+        def unfold_last(x: Tensor) -> Tensor:
+            seen = view_last(x)
+            return seen.reshape(*seen.shape[:2], -1, width)
 
         def arrange(x: Tensor) -> Tensor:  # [..., kernel·c] -> [..., c, *kernel]
             return x.reshape(*x.shape[:-1], *kernel, -1).movedim(-1, -1 - dims)
@@ -111,9 +124,10 @@ def conv(call: Call, grad: Tensor) -> Uses:
             yield "weight", Unfolded(left, x.movedim(1, -1).contiguous(), pad_first, width, arrange, window=window)
         elif groups == 1:
             overlap = any(k > hop for k, hop in zip(kernel, _pairs(call.values.get("stride", 1), dims), strict=True))
-            yield "weight", Unfolded(left, _channels_last(padded, overlap), unfold_last, width, arrange)
+            last, axes = _channels_last(padded, overlap), 1 + dims
+            yield "weight", Unfolded(left, last, unfold_last, width, arrange, view=view_last, axes=axes)
         else:
-            yield "weight", Unfolded(left, padded, unfold, width)
+            yield "weight", Unfolded(left, padded, unfold, width, view=view, axes=1 + dims)
 
 
 def conv_transpose(call: Call, grad: Tensor) -> Uses:

@@ -6,12 +6,15 @@ Kernels are imported when they first run: Triton is there on a GPU only.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .. import native
 
 
 def _there(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +111,51 @@ def _gram(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
 def _(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
     b, g, t, _ = left.shape
     return left.new_empty(3, b * g, dtype=torch.float64), left.new_empty(2, b, g, t, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "clipwise::native_gram", mutates_args=(), schema="(Tensor left, Tensor right) -> (Tensor, Tensor)"
+)
+def _native_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    return native.gram_sums(left, right)
+
+
+@_native_gram.register_fake
+def _(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    b, g, t, _ = left.shape
+    return left.new_empty(b, g, dtype=torch.float64), left.new_empty(2, b, g, t, dtype=torch.float64)
+
+
+@torch.library.custom_op(
+    "clipwise::native_gradients",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, int[] size, int[] stride, int axes) -> (Tensor, Tensor)",
+)
+def _native_gradients(
+    left: Tensor, right: Tensor, size: list[int], stride: list[int], axes: int
+) -> tuple[Tensor, Tensor]:
+    """The right side as a view of `right`, laid out whole."""
+    return native.example_gradients(left, right.contiguous().as_strided(size, stride), axes)
+
+
+@_native_gradients.register_fake
+def _(left: Tensor, right: Tensor, size: list[int], stride: list[int], axes: int) -> tuple[Tensor, Tensor]:
+    made = left.new_empty(*left.shape[:2], left.shape[3], math.prod(size[2 + axes :]))
+    return made, left.new_empty(len(left), dtype=torch.float64)
+
+
+@torch.library.custom_op(
+    "clipwise::native_sum",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor weights, Tensor keep, bool weigh_left) -> Tensor",
+)
+def _native_sum(left: Tensor, right: Tensor, weights: Tensor, keep: Tensor, weigh_left: bool) -> Tensor:
+    return native.weighted_sum(left, right, weights, keep, weigh_left)
+
+
+@_native_sum.register_fake
+def _(left: Tensor, right: Tensor, *others: object) -> Tensor:
+    return left.new_empty(left.shape[1], left.shape[3], right.shape[3])
 
 
 @torch.library.custom_op(

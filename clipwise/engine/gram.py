@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import native
 from .._types import unit_roundoff
 from .contributions import Outer
 from .products import MOVED, Precision, product
+from .static import is_static
 
 LONG = 1024  # inner products longer than this are cut
 _STRIP = 128  # positions that meet those after them at once, on a CPU: fewer make products slow
@@ -82,7 +84,8 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision, sums: torch.dtyp
     size, groups, t, p = left.shape
     sides = (p, right.shape[3])
     if precision == "exact":
-        return _by_strips(left, right, dtype, sums or dtype)
+        natively = dtype == torch.float32 and left.device.type == "cpu" and native.has_gram()
+        return (_natively if natively else _by_strips)(left, right, dtype, sums or dtype)
     if not is_fused(uses, precision):
         products = [
             inner_products(x.flatten(0, 1), dtype, precision).reshape(size, groups, t, t) for x in (left, right)
@@ -91,6 +94,20 @@ def gram(uses: Outer, dtype: torch.dtype, precision: Precision, sums: torch.dtyp
     found, squares = torch.ops.clipwise.gram(left, right, precision == "tf32")
     total, *spreads = found.reshape(3, size, groups).unbind(0)
     return _gram(total, squares.unbind(0), spreads, sides, dtype, errors(sides, dtype, precision, p <= sides[1]))
+
+
+def _natively(left: Tensor, right: Tensor, dtype: torch.dtype, sums: torch.dtype) -> Gram:
+    """One op, which makes half of the symmetric products and keeps none."""
+    sums_of = torch.ops.clipwise.native_gram if is_static() else native.gram_sums
+    total, squares = sums_of(left.to(dtype), right.to(dtype))
+    sides = (left.shape[3], right.shape[3])
+    return _gram(total, squares.unbind(0), [], sides, sums, _known(sides, dtype, sums))
+
+
+def _known(sides: tuple[int, int], dtype: torch.dtype, sums: torch.dtype) -> tuple[float, float, float, float]:
+    """κ·u of the products, u of the sum."""
+    error, unit, *_ = errors(sides, dtype, "exact", sides[0] <= sides[1])
+    return error, unit if sums == dtype else unit_roundoff(sums), 0.0, 0.0
 
 
 def _by_strips(left: Tensor, right: Tensor, dtype: torch.dtype, sums: torch.dtype) -> Gram:
@@ -107,9 +124,9 @@ def _by_strips(left: Tensor, right: Tensor, dtype: torch.dtype, sums: torch.dtyp
         for found, x in zip(diagonals, (own, seen), strict=True):
             found.append(x.diagonal(dim1=1, dim2=2).reshape(size, groups, -1))
     assert isinstance(total, Tensor)
-    error, unit, *_ = errors((p, d), dtype, "exact", p <= d)
-    known = (error, unit if sums == dtype else unit_roundoff(sums), 0.0, 0.0)  # what underflows in the sum is lost, too
-    return _gram(total.reshape(size, groups), [torch.cat(x, dim=2) for x in diagonals], [], (p, d), sums, known)
+    squares = [torch.cat(x, dim=2) for x in diagonals]
+    known = _known((p, d), dtype, sums)  # what underflows in the sum is lost, too
+    return _gram(total.reshape(size, groups), squares, [], (p, d), sums, known)
 
 
 def gram_of(

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from .. import native
 from .._types import sum_dtype
 from .contributions import (
     Contribution,
@@ -27,6 +28,7 @@ from .contributions import (
     Unfolded,
     Window,
     as_multiplied,
+    is_native,
     materialise,
     merge_outer,
     merge_rows,
@@ -88,6 +90,11 @@ def _with_room(total: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """For the rounding of a sum of squares, and for their underflow."""
     info = torch.finfo(dtype)
     return total * (1 + (_CHUNK / 2 + 4) * info.eps) + length * info.tiny
+
+
+def _squared(grad: Tensor, known: Tensor | None) -> Tensor:
+    """The bound from sums of squares in float64, if there are some."""
+    return squares(grad) if known is None else _with_room(known, math.prod(grad.shape[1:]), grad.dtype)
 
 
 def _scaled(x: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
@@ -183,6 +190,9 @@ class OuterGrad:
         if left.shape[1] == 1 and left.device.type == "cuda" and self.dtype == torch.float32:
             both = (left.flatten(0, 2), right.flatten(0, 2))
             total = weighted_product(*both, weights, keep, self.weighs_left, self.precision)
+        elif is_native(left):
+            summed = torch.ops.clipwise.native_sum if is_static() else native.weighted_sum
+            total = summed(left.float(), right.float(), weights.float(), keep, self.weighs_left)
         else:
             left, right = (
                 self._weighted(x, weights, keep) if weighs else select(x, keep)
@@ -283,7 +293,9 @@ _ENTRY = {"bfloat16": 840, "tf32": 410}  # operations of the Gram kernel in the 
 _CACHED = 2**16  # entries of a gradient up to which the GPU's cache takes those of a batch
 
 
-def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precision = "exact") -> Path:
+def choose_path(
+    t: int, p: int, d: int, device: torch.device, precision: Precision = "exact", natively: bool = False
+) -> Path:
     """From shapes alone, and once per parameter.
 
     Both forms need the 2tpd operations of the weight gradient; the Gram form takes 2t²(p + d) more, and half as much
@@ -291,15 +303,19 @@ def choose_path(t: int, p: int, d: int, device: torch.device, precision: Precisi
     operations each, on the machines tried), and many small products run at two thirds the speed of a large one (t more
     per entry). In float64 inner products take twice as long. A gradient much larger than the activations is
     materialised only where t is very large. Tensor cores compute far faster than memory takes entries, and their kernel
-    does half of the symmetric products.
+    does half of the symmetric products. So does native code, for which an entry of a gradient is 80 operations, and one
+    of a factor 100 more in the Gram form, which reads them three times.
     """
     if precision != "exact":
         entry = _ENTRY[precision] / (9 if p * d <= _CACHED else 1)  # and the Gram form starts more kernels
         dense = p * d * entry < t * (t + 128) * (p + d)
         return Path("dense" if t > 1 and dense else "outer", False, t == 1)
     wide = device.type == "cpu" and t * (p + d) <= _SMALL
-    more = (6 if wide else 3) * t * t * (p + d)
-    if t > 1 and (2 * t * t > p * d or (p * d <= 2 * t * (p + d) and p * d * (t + 10) < more)):
+    if natively:
+        cheaper = p * d <= 3 * t * (p + d) and 40 * p * d < ((12 if wide else 1) * t + 53) * t * (p + d)
+    else:
+        cheaper = p * d <= 2 * t * (p + d) and p * d * (t + 10) < (6 if wide else 3) * t * t * (p + d)
+    if t > 1 and (2 * t * t > p * d or cheaper):
         return Path("dense", wide)
     return Path("outer", wide and t > 1, t == 1)
 
@@ -348,15 +364,15 @@ def reduce_uses(uses: Sequence[Contribution], shape: Sequence[int], name: str, p
             return RowsGrad(merge_rows(rows), shape)
         groups, _, p, d = sides[0]
         if name not in paths:
-            device = products[0].left.device
-            paths[name] = choose_path(sum(t for _, t, _, _ in sides), p, d, device, _precision(products))
+            left, positions = products[0].left, sum(t for _, t, _, _ in sides)
+            paths[name] = choose_path(positions, p, d, left.device, _precision(products), is_native(left))
         if paths[name].form == "outer" and (not rows or (groups == 1 and (p, d) == shape)):
             grad = _outer(products, shape, paths[name])
             return TiedGrad(RowsGrad(merge_rows(rows), shape), grad) if rows else grad
-    if len(uses) == 1 and isinstance(uses[0], Unfolded):
+    if len(uses) == 1 and isinstance(uses[0], (Outer, Unfolded)):
         seen: list[Tensor] = []
-        total = materialise(uses[0], shape, lambda part: seen.append(squares(part)))
-        return DenseGrad(total, torch.cat(seen))
+        total = materialise(uses[0], shape, lambda part, known: seen.append(_squared(part, known)))
+        return DenseGrad(total, torch.cat(seen) if seen else None)
     total = materialise(uses[0], shape)
     for use in uses[1:]:
         total = total + materialise(use, shape)

@@ -13,11 +13,19 @@ import torch
 from scipy import stats
 from small_runs import RULES, X, Y, plan, run, weights
 from torch import nn
+from ways import WAYS, by
 
 import clipwise as cw
-from clipwise import chacha, errors
+from clipwise import chacha, chacha_cpu, errors, native
 from clipwise.noise import NoiseSource
 from clipwise.rounded import rounded_gaussians
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
 
 
 def drawn(source, shape, dtype=torch.float32, sequence=1, stream="gradient", sigma=1.0, name="w"):
@@ -64,12 +72,33 @@ def test_25_every_rule_and_threshold_gets_its_noise(rule, threshold):
         assert float((weights(training) - before).double().std()) == pytest.approx(expected, rel=2e-3)
 
 
-def test_26_tails_reach_beyond_8_5_sigma(monkeypatch):
-    """What the generators can give comes out unharmed, on the CPU, on a GPU, and hardened."""
+def test_25_a_stream_goes_on_beyond_2_to_the_32_blocks():
+    key, offset = bytes(range(32)), 8 * 2**32 - 1000
+    target = np.zeros(3000)
+    chacha_cpu.add_gaussians([chacha_cpu.Part(key, offset, target)], 1.0)
+    np.testing.assert_allclose(target, chacha.gaussians(key, offset, 3000).numpy(), atol=1e-12)
 
+
+@pytest.mark.parametrize("name", ["gram", "products", "noise"])
+def test_25_a_native_library_that_gives_other_numbers_is_not_used(name, monkeypatch):
+    """A bad build, a bad compiler: here one that writes nothing at all, so that there would be no noise."""
+
+    class Silent:
+        def __getattr__(self, name):
+            return lambda *given: 0
+
+    monkeypatch.setattr(native, "library", lambda asked: Silent())
+    check = {"gram": native.has_gram, "products": native.has_products, "noise": chacha_cpu.is_native}[name].__wrapped__
+    with pytest.warns(UserWarning, match=f"{name} was built wrongly"):
+        assert not check()
+
+
+def test_26_tails_reach_beyond_8_5_sigma(monkeypatch, way):
+    """What the generators can give comes out unharmed, on the CPU (natively: test_native.py), a GPU, and hardened."""
     with monkeypatch.context() as patched:  # the words that give the largest radius, and angle 0
         patched.setattr(chacha.Keystream, "bytes", lambda self, count, into=None: np.zeros(count, dtype=np.uint8))
-        assert drawn(NoiseSource(), 300, sigma=2.0).tolist() == pytest.approx([2 * chacha.REACH] * 256 + [0.0] * 44)
+        if way == "without":
+            assert drawn(NoiseSource(), 300, sigma=2.0).tolist() == pytest.approx([2 * chacha.REACH] * 256 + [0.0] * 44)
     zero = torch.tensor([0])
     assert float(chacha.pair((zero, zero, zero), zero)[0]) > 8.5
     assert rounded_gaussians(np.array([2**6], dtype=np.uint64), 1e3, lambda: 1)[0] > 8.5e3

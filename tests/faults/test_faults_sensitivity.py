@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kernels import interpret, needs_triton
 from small_runs import RULES, X, Y, losses, network, run, summed, weights
 from torch import nn
+from ways import WAYS, by
 
 import clipwise as cw
 from clipwise.clipping import clip, engine_gradients, trainable
@@ -27,6 +28,13 @@ from clipwise.engine.patches import PatchGrad
 from clipwise.engine.products import cut
 from clipwise.engine.reduce import OuterGrad
 from clipwise.engine.static import static
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def way(request):
+    """Both, where there is native code."""
+    with by(request.param):
+        yield request.param
 
 
 def moved(model, loss_fn, data, extra, rule, clip_norm=1.0):

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cryptography.hazmat.primitives.ciphers  # noqa: F401
@@ -28,6 +29,8 @@ import torch
 import transformers  # noqa: F401
 from mutants import MUTANTS, ROOT, Mutant, mutated
 
+from hatch_build import build
+
 LIMIT = 120.0  # seconds after which a mutant that only makes things slow or hang counts as killed
 
 
@@ -35,6 +38,8 @@ def child(mutant: Mutant, folder: Path) -> None:
     """Never returns. Exit code 1 (tests failed) is a kill."""
     shutil.copytree(ROOT / "clipwise", folder / "clipwise", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / mutant.file).write_text(mutated(mutant)[1])
+    if mutant.file.endswith(".c"):
+        build(folder / "clipwise" / "native")
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
     for name in [n for n in sys.modules if n == "clipwise" or n.startswith("clipwise.")]:
