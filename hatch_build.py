@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NATIVE = Path(__file__).parent / "clipwise" / "native"
-SHARED = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
+SHARED = ["-O3", "-fno-fast-math", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 OWN = {"noise": ["-ffp-contract=off"]}  # the same numbers on every CPU
 LEVELS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"],

@@ -154,6 +154,11 @@ class NoiseSource:
         return f"NoiseSource(mode={self.mode!r}, certified={self.certified})"
 
 
+def made_on_cpu() -> str:
+    """By which code: numbers differ in the last digits of float64, and the ranks of a run must add the same ones."""
+    return "native" if chacha_cpu.is_native() else "numpy"
+
+
 def _secure(keys: Mapping[str, bytes], offsets: Mapping[str, int], scale: float) -> Fill:
     def fill(blocks: Sequence[Block]) -> None:
         parts = [chacha_cpu.Part(keys[name], start + offsets.get(name, 0), target) for name, start, target in blocks]

@@ -18,7 +18,7 @@ from .engine import OpRule
 from .errors import ParameterMismatch, UnsupportedOp
 from .guard import GUARDS, earlier_ledgers
 from .ledger import Ledger
-from .noise import Mode
+from .noise import Mode, made_on_cpu
 from .parts import Settings
 from .plan import Plan
 from .ranks import Alone, Ranks
@@ -104,6 +104,8 @@ def privatize(
     asserted |= _of_ones_own(plan)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in trainable(model).items()]
     ranks.same("plan, options or model", f"{plan.digest} {asserted} {noise} {engine} {compile} {shapes}")
+    if any(p.device.type == "cpu" for p in model.parameters()):
+        ranks.same("the code that makes noise on a CPU (built on some, not on others)", made_on_cpu())
     earlier = (*earlier_ledgers(model), *([GUARDS[optimizer].ledger] if optimizer in GUARDS else []))
     opened = ranks.ledger(
         lambda: _opened(ledger, plan, asserted, noise, earlier), lambda: Ledger(plan, None, asserted, noise)

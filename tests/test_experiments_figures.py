@@ -116,10 +116,16 @@ def test_claims_about_knobs_are_decided_by_how_far_accuracy_moves(tmp_path):
     rows.append(row("dc-sgd-e", {"epsilon": 1.0}, 0.95))
     rows += [row(m, s, 0.92 if "bins" in s else 0.949) for _, m, s in sweeps.dc_knobs()]
     written(tmp_path, "mnist_dc", rows)
-    grid, first, bins, noise = report.turned(tmp_path)
+    grid, first, bins, noise, *others = report.turned(tmp_path)
     assert grid.found == "mean spread 1.0 points over C (1.0 at the best rate), 25.0 over the rate; one seed"
     assert [c.verdict for c in (grid, first, bins, noise)] == [report.FAILS, report.HOLDS, report.FAILS, report.HOLDS]
-    assert first.found == "0.10 points from 0.01 to 100; one seed"
+    assert first.found == "0.10 points from 0.01 to 100; one seed (seeds alone: 0.00)"
+    assert [c.verdict for c in others] == ["not run"] * 3
+    cifar10 = [row("dc-sgd-e", {"epsilon": 8.0}, 0.54), row("dc-sgd-e", {"epsilon": 8.0}, 0.55, seed=1)]
+    cifar10 += [row(m, s, 0.545) for _, m, s in sweeps.dc_knobs("cifar10_dc")]
+    written(tmp_path, "cifar10_dc", cifar10)
+    *_, last = report.turned(tmp_path)
+    assert (last.found, last.verdict) == ("0.50 points from 2 to 20; one seed (seeds alone: 1.00)", report.HOLDS)
 
 
 def test_claims_about_gamma_are_decided_where_something_is_learnt(tmp_path):

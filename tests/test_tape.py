@@ -369,8 +369,8 @@ def test_a_first_axis_that_happens_to_equal_the_batch_is_not_the_batch():
 def test_padding_does_not_change_a_norm_under_one_path():
     from clipwise.clipping import engine_gradients
 
-    model = nn.Linear(300, 300, bias=False)
-    x, y = torch.randn(3, 60, 300), torch.randn(3, 60, 300)
+    model = nn.Linear(600, 600, bias=False)
+    x, y = torch.randn(3, 60, 600), torch.randn(3, 60, 600)
     paths = {}
     token_loss = lambda m, b: (m(b[0]) * b[1]).sum((1, 2))  # noqa: E731
     norms = []

@@ -147,6 +147,15 @@ def add_noise(
     """Each target (float32 or float64, contiguous) += scale · the numbers of its key from `start` on."""
     found = _loaded("noise")
     parts = (NoisePart * len(keys))()
+    try:
+        _fill(parts, keys, starts, targets)
+        workers = threads() if sum(target.size for target in targets) > _ALONE else 1
+        found.clipwise_noise(parts, ctypes.c_int64(len(keys)), ctypes.c_double(scale), ctypes.c_int(workers))
+    finally:
+        ctypes.memset(parts, 0, ctypes.sizeof(parts))  # the keys
+
+
+def _fill(parts: Any, keys: Sequence[bytes], starts: Sequence[int], targets: Sequence[np.ndarray[Any, Any]]) -> None:
     for part, key, start, target in zip(parts, keys, starts, targets, strict=True):
         fits = target.dtype in (np.float32, np.float64) and target.flags.c_contiguous and target.flags.writeable
         if len(key) != 32 or start < 0 or not fits:
@@ -157,9 +166,6 @@ def add_noise(
             part.narrow = target.ctypes.data
         else:
             part.wide = target.ctypes.data
-    workers = threads() if sum(target.size for target in targets) > _ALONE else 1
-    found.clipwise_noise(parts, ctypes.c_int64(len(keys)), ctypes.c_double(scale), ctypes.c_int(workers))
-    ctypes.memset(parts, 0, ctypes.sizeof(parts))  # the keys
 
 
 def _loaded(name: str) -> ctypes.CDLL:
@@ -207,9 +213,9 @@ def has_gram() -> bool:
 
 
 def _gram_agrees() -> bool:
-    wave = np.sin(np.arange(2 * 3 * 150 * 600, dtype=np.float64) * 1.3).astype(np.float32).reshape(2, 3, 150, 600)
+    wave = np.sin(np.arange(2 * 3 * 130 * 520, dtype=np.float64) * 1.3).astype(np.float32).reshape(2, 3, 130, 520)
     left, right = np.ascontiguousarray(wave[..., :70]), wave
-    total, squares = np.zeros((2, 3)), np.zeros((2, 2, 3, 150))
+    total, squares = np.zeros((2, 3)), np.zeros((2, 2, 3, 130))
     sides = [(x.ctypes.data, [step // 4 for step in x.strides[:3]], x.shape[3]) for x in (left, right)]
     _gram(sides, left.shape[:3], total.ctypes.data, [x.ctypes.data for x in squares])
     products = [x.astype(np.float64) @ x.astype(np.float64).swapaxes(2, 3) for x in (left, right)]
@@ -230,7 +236,7 @@ def gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return total, squares
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Where the entries of these axes lie, in order."""
     found = np.zeros(1, dtype=np.int64)
@@ -239,7 +245,7 @@ def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any
     return np.ascontiguousarray(found)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _run(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """How many entries of these axes lie beside each other, everywhere."""
     spots = _offsets(sizes, strides)

@@ -1,11 +1,15 @@
 /* Gaussian numbers of chacha.py for a CPU: ChaCha20 and Box–Muller. A pure function of key and place: nothing here draws.
  *
- * To be compiled without contraction (-ffp-contract=off): then every CPU gives the same numbers to the last bit.
+ * To be compiled without contraction (-ffp-contract=off): then every build gives the same numbers to the last bit.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#if defined(__FAST_MATH__) || (defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ != 0)
+#error "double arithmetic must be that of the standard"
+#endif
 
 const char clipwise_source[] = SOURCE; /* of which text this was built */
 
@@ -25,6 +29,12 @@ typedef struct {
     float *narrow;
     double *wide;
 } Part;
+
+/* Keys, and noise that was added, must not be found in memory later. */
+static void wipe(void *memory, size_t size) {
+    memset(memory, 0, size);
+    __asm__ volatile("" : : "r"(memory) : "memory"); /* or a compiler leaves it out */
+}
 
 #define TURN(x, by) ((x) << (by) | (x) >> (32 - (by)))
 #define QUARTER(a, b, c, d)                                                                                            \
@@ -52,6 +62,7 @@ static void blocks(const uint32_t key[8], uint64_t first, uint32_t words[16][BLO
             x[w] += start[w];
             memcpy(&words[w][lane], &x[w], sizeof x[w]);
         }
+        wipe(start, sizeof start); /* the key */
     }
 }
 
@@ -124,12 +135,7 @@ void clipwise_pairs(const uint32_t words[16][BLOCKS], double scale, double *numb
         memcpy(numbers, x, sizeof x);
         memcpy(numbers + BLOCKS, y, sizeof y);
     }
-}
-
-/* Noise that was added must not be found in memory later. */
-static void wipe(void *memory, size_t size) {
-    memset(memory, 0, size);
-    __asm__ volatile("" : : "r"(memory) : "memory"); /* or a compiler leaves it out */
+    wipe(u, sizeof u), wipe(turn, sizeof turn), wipe(x, sizeof x), wipe(y, sizeof y);
 }
 
 static void add(const Part *part, int64_t chunk, double scale) {

@@ -23,7 +23,8 @@ def test_46_at_least_forty_mutants_that_apply():
     for mutant in MUTANTS:
         source, changed = mutated(mutant)
         assert source != changed, mutant.name
-        compile(changed, mutant.file, "exec")
+        if mutant.file.endswith(".py"):
+            compile(changed, mutant.file, "exec")
 
 
 @pytest.mark.parametrize("name", RULES)
