@@ -79,12 +79,13 @@ class Rig:
             raise _not_finite()
         floor = 0.01 * float(norms.square().sum(1).sqrt().median()) + 1e-9  # a vanishing gradient has no digits
         worst_loss = worst_norm = 0.0
+        one_hot = torch.eye(len(records), dtype=torch.float64)
         for i, record in enumerate(records):
             alone = self.collated([record])
             restore_state(self.model, before)
             loss, own = by_itself(self.model, self.loss_fn, alone, parameters)
             truth = torch.stack([g.double().norm() for g in own.values()]).to(norms)
-            apart = torch.stack([_apart(g, gradients.reduced[name], i) for name, g in own.items()]).to(norms)
+            apart = torch.stack([_apart(g, gradients.reduced[name], one_hot[i]) for name, g in own.items()]).to(norms)
             errors = torch.maximum((norms[i] - truth).abs(), apart) / (float(truth.square().sum().sqrt()) + floor)
             if not (torch.isfinite(loss) and torch.isfinite(truth).all()):
                 raise _not_finite()
@@ -99,6 +100,38 @@ class Rig:
             self._check_sizes(records, losses, again)
         self._check_buffers(records)
         return PreflightReport(worst_loss, worst_norm, tuple(gradients.unused))
+
+    def together(self, records: Sequence[Any]) -> None:
+        """One look: the losses, and a weighted sum of the gradients, are those of the records one by one.
+
+        A record that gives no finite number (a mean over labels that are all ignored) must give none in both.
+        """
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        batch, before = self.collated(records), kept_state(self.model)
+        gradients = self.gradients(batch, len(records))
+        losses, weights = gradients.losses.detach(), torch.linspace(1, 2, len(records), dtype=torch.float64)
+        truth = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        typical = float(losses[torch.isfinite(losses)].abs().sum()) / len(losses)
+        keep, worst, place = torch.zeros(len(records), dtype=torch.bool), -1.0, 0
+        for i, record in enumerate(records):
+            restore_state(self.model, before)
+            loss, own = by_itself(self.model, self.loss_fn, self.collated([record]), parameters)
+            keep[i] = bool(torch.isfinite(loss)) and all(bool(torch.isfinite(g).all()) for g in own.values())
+            for name, grad in own.items() if keep[i] else ():
+                truth[name].add_(grad, alpha=float(weights[i]))
+            error = float((losses[i] - loss).abs() / (loss.abs() + typical + 1e-6))
+            if not math.isfinite(error):
+                error = 0.0 if torch.isfinite(losses[i]) == torch.isfinite(loss) else math.inf
+            worst, place = max((worst, place), (error, i))
+        restore_state(self.model, before)
+        if not keep.any():
+            raise _not_finite()
+        whole = math.sqrt(sum(float(g.square().sum()) for g in truth.values()))
+        apart = {name: float(_apart(g, gradients.reduced[name], weights, keep)) for name, g in truth.items()}
+        name = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+        error = apart[name] / (whole + 1e-9)
+        if not (worst <= self.tolerance and error <= self.tolerance):
+            raise self._mixing(batch, self.collated([records[place]]), place, name, worst, error)
 
     def beside_others(self, records: Sequence[Any]) -> PreflightReport:
         """Each record gives the same loss in batches of one size, whoever is beside it, or it raises.
@@ -220,15 +253,14 @@ def by_itself(
     return losses[0].detach(), dict(zip(parameters, grads, strict=True))
 
 
-def _apart(truth: Tensor, reduced: Reduced | None, row: int) -> Tensor:
-    """‖the engine's own gradient of one row − the truth‖."""
+def _apart(truth: Tensor, reduced: Reduced | None, weights: Tensor, keep: Tensor | None = None) -> Tensor:
+    """‖the engine's own weighted sum over the rows, or those to keep, − the truth‖."""
     if reduced is None:
         return truth.double().square().sum().sqrt()
-    size = len(reduced.squared_norms())
-    one_hot = torch.zeros(size, dtype=torch.float64, device=truth.device)
-    one_hot[row] = 1.0
+    weights = weights.to(truth.device)
     with exact_products(truth.device):
-        found = reduced.weighted_sum(one_hot, torch.ones(size, dtype=torch.bool, device=truth.device))
+        kept = torch.ones_like(weights, dtype=torch.bool) if keep is None else keep.to(truth.device)
+        found = reduced.weighted_sum(weights, kept)
     difference: Tensor = torch.linalg.vector_norm(found.double() - truth.double())
     return difference
 

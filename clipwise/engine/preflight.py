@@ -9,30 +9,27 @@ op rules, and padding, packing or mixing in the collate function.
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from .._types import LossFn
-from ..batch import check_size, map_tensors, tensors
+from ..batch import map_tensors, tensors
 from ..errors import ClipwiseError, CrossExampleOp, UnsupportedOp
 from .compare import PreflightReport as PreflightReport
 from .compare import Rig, by_itself, written
+from .copies import Collate, as_double, collated_by, copy_of, double, move, quiet, still, untouched
+from .integers import check_integers
 from .op_rule import OpRule
-from .probes import lengths, made_record
-from .quiet import HIGH, LOW, Quiet
-from .recompute import no_recompute
+from .probes import MadeUp, lengths, made_record
+from .quiet import HIGH, LOW
 from .reduce import Paths
 from .state import (
     CODE,
@@ -40,12 +37,9 @@ from .state import (
     Writes,
     beside_parameters,
     differing,
-    kept_state,
     left_behind,
-    restore_state,
 )
 
-Collate = Callable[[list[Any]], Any]
 _PROBES, _SHORT = 5, 128
 
 
@@ -55,36 +49,6 @@ class Probe:
 
     records: Sequence[Any] | None = None
     private: bool = False
-
-
-@contextmanager
-def _still() -> Iterator[None]:
-    """Generators stand afterwards where they stood."""
-    outside = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(outside[0])
-        np.random.set_state(outside[1])
-
-
-@contextmanager
-def _quiet(level: float | None) -> Iterator[None]:
-    """Randomness made repeatable; without a level as it comes."""
-    with _still(), torch.enable_grad(), nullcontext() if level is None else Quiet(level), no_recompute():
-        yield
-
-
-@contextmanager
-def _untouched(model: nn.Module, level: float | None) -> Iterator[None]:
-    """The same, and buffers as they were afterwards."""
-    buffers = kept_state(model)
-    try:
-        with _quiet(level):
-            yield
-    finally:
-        restore_state(model, buffers)
 
 
 def preflight(
@@ -127,25 +91,21 @@ def _checked(
     paths: Paths | None = None,
 ) -> PreflightReport:
     """Records that are `unlike` differ in size by so much that one look, for gross differences, is enough."""
-
-    def collated(chosen: Sequence[Any]) -> Any:
-        data = (collate_fn or default_collate)(list(chosen))
-        check_size(data, len(chosen))
-        return data if device is None else map_tensors(data, lambda x: x.to(device))
+    collated = collated_by(collate_fn, device)
 
     def check(
         subject: nn.Module, cast: Callable[[Any], Any], tolerance: float, known: Paths, level: float = HIGH
     ) -> PreflightReport:
         tolerance = max(tolerance, 1e-3) if kind == "unlike" else tolerance
         rig = Rig(subject, loss_fn, lambda chosen: cast(collated(chosen)), engine, op_rules, known, tolerance)
-        with _untouched(subject, level):
+        with untouched(subject, level):
             report = rig.compared(records)
         if kind == "usual" and level == HIGH and engine != "vmap" and tolerance < 1:
-            with _untouched(subject, None):
+            with untouched(subject, None):
                 rig.by_chance(records)
         return report
 
-    fresh = loss_fn if isinstance(loss_fn, CODE) or kind != "usual" else _copied(loss_fn)
+    fresh = loss_fn if isinstance(loss_fn, CODE) or kind != "usual" else copy_of(loss_fn)
 
     def writes(made: Callable[[], nn.Module | None], cast: Callable[[Any], Any]) -> Writes | None:
         if kind != "usual" or fresh is None:
@@ -155,29 +115,29 @@ def _checked(
     paths = {} if paths is None else paths
     on_gpu = any(p.device.type == "cuda" for p in model.parameters())
     known: Paths = {} if on_gpu else paths  # tensor cores have other paths than float64
-    if (copied := _double(model)) is not None:
+    if (copied := double(model)) is not None:
         try:
-            report = check(copied, _as_double, 1e-5, known)
+            report = check(copied, as_double, 1e-5, known)
             copied = None  # at most one such copy at a time
-            report = replace(report, writes=writes(lambda: _double(model), _as_double))
+            report = replace(report, writes=writes(lambda: double(model), as_double))
             if kind == "unlike":
                 return report
-            if (moved := _double(model)) is not None:
-                _move(moved)
-                check(moved, _as_double, 1e-5, known, LOW)
+            if (moved := double(model)) is not None:
+                move(moved)
+                check(moved, as_double, 1e-5, known, LOW)
             if on_gpu and engine != "vmap":
                 fixing = Rig(model, loss_fn, collated, engine, op_rules, paths, 1.0)
-                with _untouched(model, HIGH):
+                with untouched(model, HIGH):
                     fixing.gradients(collated(records), len(records))
             return report
         except CrossExampleOp:
             raise
         except Exception:
             pass  # a loss that keeps its own model, or float32 written into the code: check the model itself
-    twin = _copied(model) if kind != "unlike" else None
+    twin = copy_of(model) if kind != "unlike" else None
     if kind == "unlike" and _unsteady(model, loss_fn, collated, records):
         rig = Rig(model, loss_fn, collated, engine, op_rules, paths, 1e-3)
-        with _untouched(model, HIGH):
+        with untouched(model, HIGH):
             return rig.beside_others(records)
     check(model, lambda data: data, 1.0, paths, LOW)  # for what it refuses, and to fix the paths
     exact = {name: replace(path, wide=True) for name, path in paths.items()}
@@ -186,29 +146,14 @@ def _checked(
     report = check(model, lambda data: data, tolerance, exact)
     if twin is not None:
         try:
-            report = replace(report, writes=writes(lambda: _copied(twin), lambda data: data))
-            _move(twin)
+            report = replace(report, writes=writes(lambda: copy_of(twin), lambda data: data))
+            move(twin)
             check(twin, lambda data: data, 10 * tolerance, exact, LOW)
         except CrossExampleOp:
             raise
         except Exception:
             pass  # a loss that keeps its own model
     return report
-
-
-def _copied(subject: Any) -> Any:
-    try:
-        return copy.deepcopy(subject)
-    except Exception:
-        return None
-
-
-def _double(model: nn.Module) -> nn.Module | None:
-    copied = _copied(model)
-    try:
-        return copied.double() if copied is not None else None
-    except Exception:
-        return None
 
 
 def _unsteady(
@@ -219,7 +164,7 @@ def _unsteady(
     for record in records:
         found = []
         for nudge in (1.0, 1 + 2.0**-22):
-            with _untouched(model, HIGH):
+            with untouched(model, HIGH):
                 loss, grads = by_itself(model, loss_fn, _times(collated([record]), nudge), parameters)
             found.append([loss, *grads.values()])
         apart, whole = (
@@ -250,11 +195,11 @@ def _check_memory(
     after: list[dict[str, Any]] = []
     said: list[torch.Tensor] = []
     for chosen in (first, first, second):  # what differs between the first two is a clock, and not the data
-        subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else _copied(loss_fn)
+        subject, loss = made(), loss_fn if isinstance(loss_fn, CODE) else copy_of(loss_fn)
         if subject is None or loss is None:
             return None
         before, held = left_behind(subject, loss), Untouched(partial(beside_parameters, subject))
-        with _quiet(HIGH):
+        with quiet(HIGH):
             loss(subject, collated(chosen))
             touched = held.written()
             after.append(left_behind(subject, loss))
@@ -269,18 +214,6 @@ def _check_memory(
     return Writes(changing, frozenset(touched) - changing)
 
 
-def _as_double(data: Any) -> Any:
-    return map_tensors(data, lambda x: x.double() if x.is_floating_point() else x)
-
-
-def _move(model: nn.Module) -> None:
-    """Change every trained entry by a few percent, without a generator."""
-    with torch.no_grad():
-        for number, p in enumerate(q for q in model.parameters() if q.requires_grad):
-            wave = torch.sin(torch.arange(p.numel(), device=p.device, dtype=p.dtype) * 1.7 + number)
-            p.add_((0.05 * p.abs().mean() + 0.02) * wave.reshape(p.shape))
-
-
 def preflight_dataset(
     model: nn.Module,
     loss_fn: LossFn,
@@ -293,14 +226,18 @@ def preflight_dataset(
     """The preflight for a data set: made-up records of one record's structure, also with unequal lengths."""
     settings: dict[str, Any] = {"collate_fn": collate_fn, "device": device, **(options or {})}
     if probe.records is not None:
-        return _warned(preflight(model, loss_fn, list(probe.records), **settings))
+        report = preflight(model, loss_fn, list(probe.records), **settings)
+        check_integers(model, loss_fn, list(probe.records), settings, isinstance(probe.records, MadeUp))
+        return _warned(report)
     if probe.private:
         return _warned(preflight(model, loss_fn, [dataset[i] for i in range(min(_PROBES, len(dataset)))], **settings))
     like = dataset[0]
-    report = _on_made_up(model, loss_fn, [made_record(like, number) for number in range(_PROBES)], settings)
+    records = [made_record(like, number) for number in range(_PROBES)]
+    report = _on_made_up(model, loss_fn, records, settings)
     _tried(model, loss_fn, [made_record(like, n, unlike=True) for n in range(_PROBES)], settings, "unlike")
     for length in lengths(like):
         _unequal(model, loss_fn, like, length, settings)
+    check_integers(model, loss_fn, records, settings)
     return _warned(report)
 
 
@@ -316,6 +253,7 @@ def preflight_batch(model: nn.Module, loss_fn: LossFn, batch: Any, options: Mapp
     settings: dict[str, Any] = {"collate_fn": stacked, **options}
     report = _on_made_up(model, loss_fn, records, settings)
     _tried(model, loss_fn, [made_record(like, n, unlike=True) for n in range(_PROBES)], settings, "unlike")
+    check_integers(model, loss_fn, records, settings)
     return _warned(report)
 
 
@@ -359,7 +297,7 @@ def _tried(
 ) -> bool:
     """Whether such records go through at all; where they do, they must not mix."""
     try:
-        with _still():
+        with still():
             (settings["collate_fn"] or default_collate)(list(records))
         _checked(model, loss_fn, records, kind, **{**settings, "paths": None})
     except CrossExampleOp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,10 @@ from torch import Tensor
 from ..errors import UnsupportedOp
 
 _SCALES = (1.0, 1000.0, 30.0, 1.0, 300.0)  # of records that are unlike each other
+
+
+class MadeUp(list[Any]):
+    """Records made up elsewhere: of the user's structure, none of their values given."""
 
 
 def _values(shape: Sequence[int], kind: torch.dtype, number: int, unlike: bool = False) -> Tensor:
@@ -76,3 +80,56 @@ def lengths(like: Any) -> set[int]:
     items = like.values() if isinstance(like, Mapping) else like if isinstance(like, (list, tuple)) else ()
     own = {len(like)} if isinstance(like, list) and like else set()
     return own.union(*(lengths(item) for item in items))
+
+
+def map_integers(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same record with each of its integer tensors, arrays, numbers, and lists of integers changed."""
+
+    def changed(item: Any) -> Any:
+        return map_integers(item, change)
+
+    if isinstance(tree, Tensor):
+        whole = not (tree.is_floating_point() or tree.is_complex() or tree.dtype == torch.bool)
+        return change(tree) if whole else tree
+    if isinstance(tree, np.ndarray):
+        return changed(torch.as_tensor(tree.copy())).numpy() if tree.dtype.kind in "iu" else tree
+    if isinstance(tree, (int, np.integer)) and not isinstance(tree, bool):
+        return type(tree)(int(change(torch.tensor(int(tree)))))
+    if isinstance(tree, Mapping):
+        return {key: changed(item) for key, item in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(changed, tree))
+    if isinstance(tree, list) and tree and all(type(item) is int for item in tree):
+        return change(torch.tensor(tree)).tolist()
+    return type(tree)(map(changed, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+def with_integer(record: Any, value: int, number: int, only: int | None = None) -> Any:
+    """The record with `value` in all its integer tensors, or in one only: where, says `number` (`_where`)."""
+    count = iter(range(1_000_000))
+
+    def change(x: Tensor) -> Tensor:
+        if only is not None and next(count) != only:
+            return x
+        if not torch.iinfo(x.dtype).min <= value <= torch.iinfo(x.dtype).max:
+            raise ValueError(f"{x.dtype} does not hold {value}")
+        elsewhere = torch.where(x == value, 0 if value else 1, x)
+        return torch.where(_where(x, number), value, elsewhere).to(x.dtype)
+
+    return map_integers(record, change)
+
+
+def _where(x: Tensor, number: int) -> Tensor:
+    """0: nowhere; 1: the second half; 2: the first third; 3: every fourth place; 4: the last quarter, rows first."""
+    axis = 0 if number == 4 else -1
+    if x.dim() == 0 or x.shape[axis] < 2:
+        return torch.full_like(x, number % 2, dtype=torch.bool)
+    n = x.shape[axis]
+    place = torch.arange(n, device=x.device)
+    chosen = {
+        1: place >= (n + 1) // 2,
+        2: place < max(n // 3, 1),
+        3: place % 4 == 1,
+        4: place >= n - max(n // 4, 1),
+    }.get(number, place < 0)
+    return (chosen if axis else chosen.reshape(-1, *[1] * (x.dim() - 1))).expand(x.shape)

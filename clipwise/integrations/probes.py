@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.probes import made_record
+from ..engine.probes import MadeUp, made_record
 from ..engine.state import kept_state, restore_state
 
 _ONES, _ZEROS = ("attention_mask", "decoder_attention_mask"), ("token_type_ids",)
@@ -25,7 +25,7 @@ def made_records(model: nn.Module, losses: Callable[[list[Any]], Tensor], like: 
         return None
     before = kept_state(model)
     for cut in _KINDS:
-        records = [_record(like, number, cut) for number in range(len(_PARTS))]
+        records = MadeUp(_record(like, number, cut) for number in range(len(_PARTS)))
         try:
             with torch.random.fork_rng(), torch.no_grad():
                 fine = bool(torch.isfinite(losses(records)).all())
