@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NATIVE = Path(__file__).parent / "clipwise" / "native"
+COMPILERS = ("cc", "gcc", "clang")  # unless CC names one
 SHARED = ["-O3", "-fno-fast-math", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 OWN = {"noise": ["-ffp-contract=off"]}  # the same numbers on every CPU
 LEVELS = {
@@ -32,7 +33,7 @@ def build(folder: Path = NATIVE) -> list[Path]:
     """The libraries that could be built; those of an earlier time are gone."""
     for old in folder.glob("*.so"):
         old.unlink()
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC", next(filter(shutil.which, COMPILERS), "")))
     if not compiler or shutil.which(compiler[0]) is None or sys.platform == "win32":
         print("clipwise: there is no C compiler, so steps on a CPU will take longer.", file=sys.stderr)
         return []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1]))
 from clipwise import chacha_cpu, native
+from hatch_build import COMPILERS
 
 CHECKS = (native.library, native.has_gram, native.has_products, chacha_cpu.is_native)
 WAYS = ("native", "without")
@@ -24,11 +28,10 @@ def forget() -> None:
 def by(way: str) -> Iterator[None]:
     """One of WAYS; skipped where there is no native code."""
     with pytest.MonkeyPatch.context() as patch:
-        if way == "without":
-            patch.setenv("CLIPWISE_NATIVE", "0")
+        patch.setenv("CLIPWISE_NATIVE", "0" if way == "without" else "1")
         forget()
         if way == "native" and not (native.has_gram() and native.has_products() and chacha_cpu.is_native()):
-            if shutil.which("cc"):
+            if any(map(shutil.which, COMPILERS)):
                 pytest.fail("There is a compiler, but no native code that is up to date: `make setup` builds it.")
             pytest.skip("no native code here")
         try:
