@@ -294,7 +294,7 @@ MUTANTS = [
            "return _composed(run, int(search.runs), delta, search.accountant)",
            "return _composed(run, 1, delta, search.accountant)"),
     Mutant("42", "calibration stops above its target", "clipwise/accounting/calibrate.py",
-           "    return high\n\n\ndef _finish", "    return low * 0.99\n\n\ndef _finish"),
+           "    return high\n\n\ndef _finish", "    return high * (0.99 if slack < SLACK else 1.0)\n\n\ndef _finish"),
     Mutant("43", "ε is rounded down", "clipwise/accounting/accountants.py",
            "found = float(_composed_pld(event, width).get_epsilon(certain))",
            "found = 0.9995 * float(_composed_pld(event, width).get_epsilon(certain))"),
